@@ -44,7 +44,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: t
     :func:`sage_aot.attn`, which with ``p="exp2"`` gives the same output.
 
     Args:
-        q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128.
+        q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128. Elements of q and k beyond 1e17 give
+            gradients that are too small.
         k, v: likewise. The gradients of grouped heads are summed over the q heads that share a kv head.
         key_mask: as :func:`sage_aot.attn`: bool ``[batch, keys]``, True where a key may be seen. Nothing depends on
             what other keys and values hold, and their gradients are zeros.
@@ -60,7 +61,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: t
 
     Raises:
         ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`. ArgumentError also within
-            forward AD and derivatives of torch.func, for which there is no formula. UnsupportedError also where
+            forward AD and derivatives of torch.func, for which there is no formula. (The operator itself, as a saved
+            program has it, gives zeros there, as that of :func:`sage_aot.attn` does.) UnsupportedError also where
             the folder of kernels has none for the backward pass.
 
     Source: SageAttention3 (arXiv:2505.11594), Algorithms 2 and 3.

@@ -364,8 +364,9 @@ struct QuantizeV {
   // factor, would leave f32's normal range.
   static constexpr float kSmallestMagnitude = 0x1p-90f, kLargestMagnitude = 0x1p120f;
 
-  // Bound of V / v_scale, so that f32 holds attention's sums of 2^10 such values. An f16 P is below 2^10. An e4m3 P is
-  // below 2^9, and sums of it grow by 2^kMostFall when references fall (attn/row_references.cuh).
+  // Bound of V / v_scale, so that attention's sums of a few such values stay within f32: of 2^6 with an f16 P, at most
+  // 2^15 each, and of 2^10 with an e4m3 P, below 2^9 each. Sums of the latter grow by up to 2^kMostFall when references
+  // fall (attn/row_references.cuh).
   static constexpr float kLargestScaled = Config::kPv == Pv::kF16 ? 0x1p106f : 0x1p68f;
 };
 
