@@ -86,7 +86,7 @@ class Case(_SizesAndOptions):
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_v": 1, "sparse_v": 1,
-                         "vast_v": 1, "spike": 0, "stepped_v": 0})  # 0: for tests/sim
+                         "vast_v": 1, "unequal": 1, "spike": 0, "stepped_v": 0, "vast_scores": 0})  # 0: for tests/sim
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
                               "all": 1})
@@ -588,6 +588,20 @@ def _vast_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
     v[:, 0, key, ::6] *= -1.0
 
 
+def _unequal(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Large q and small k, or the other way round: ordinary scores."""
+    factor = (1e3 if case.dtype == "f16" else 1e20) ** (1 if case.seed % 2 else -1)
+    q.mul_(factor)
+    k.mul_(1.0 / factor)
+
+
+def _vast_scores(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Scores beyond 2^100, of the last q head of each group and of the last key alone."""
+    q *= 1e8
+    q[:, case.group - 1::case.group] *= 1e16
+    k[:, :, -1] *= 1e11
+
+
 def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Channels of zeros but for few keys, which a sample may miss."""
     v[..., ::2] *= (torch.arange(v.shape[2], device=v.device) % 37 == 5)[:, None]
@@ -601,7 +615,7 @@ def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
             "sink": _sink, "falling": _falling, "low": _low, "heavy_v": _heavy_v, "sparse_v": _sparse_v,
-            "vast_v": _vast_v, "stepped_v": _stepped_v}
+            "vast_v": _vast_v, "unequal": _unequal, "stepped_v": _stepped_v, "vast_scores": _vast_scores}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

@@ -246,6 +246,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
     sinks, whole, blocks, elements, spoilt, turns, of sparse masks: _masks_of_queries().
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
+    trained unequal, trained vast, likewise: large q and small k; scores beyond 2^100 of some queries and keys.
 
     On Hopper also
     trained cases, apart: the gradient of q by itself, and those of k and v; else the kernels that find all of them run.
@@ -316,7 +317,10 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     if spec in FIRST_OF_EACH_SOFTMAX:
         found["large"] = replace(few, seqlen_q=40, seqlen_kv=2 * tile.block_n + 20, scores=1e10)
         if "trained" in found:
-            found["trained large"] = replace(found["trained"], group=1, seqlen_q=70, seqlen_kv=70, scores=1e8)
+            few_trained = replace(found["trained"], seqlen_q=70, seqlen_kv=70)
+            found["trained large"] = replace(few_trained, group=1, scores=1e8)
+            found["trained unequal"] = replace(few_trained, group=1, dtype="bf16", kind="unequal")
+            found["trained vast"] = replace(few_trained, seqlen_kv=170, dtype="bf16", kind="vast_scores")
     if spec.mask == "sparse":
         found |= _masks_of_queries(spec, plain)
     if spec.p == "linear":

@@ -230,6 +230,21 @@ def test_gradients_are_finite_beyond_all_scores(monkeypatch, arch, which):
     assert not any(x.grad.isnan().any() for x in leaves)
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+def test_gradients_of_large_q_and_small_k(monkeypatch, arch):
+    """Ordinary scores, of which one factor is large: errors are those of N(0, 1)."""
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    grad = draw(seed=5)[0].bfloat16()
+    for factor in (1.0, 1e14, 1e18, 1e25, 1e-14, 1e-18, 1e-25):
+        q, k, v = draw()
+        leaves = [x.bfloat16().requires_grad_() for x in (q * factor, k / factor, v)]
+        sage_aot.train_attn(*leaves).backward(grad)
+        exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+        exact(*exact_leaves, False)[0].backward(grad.double())
+        for x, right in zip(leaves, exact_leaves):
+            assert (x.grad.double() - right.grad).norm() <= 0.03 * right.grad.norm(), factor
+
+
 def test_f16_rows_that_see_one_key_have_no_gradient_of_scores(monkeypatch):
     """dS is P · (dP - D), and D equals dP where one key has all the weight: f16 P·V keeps such outputs to 11 bits. FP8
     P·V rounds V to four, and D with it: docs/training.md."""

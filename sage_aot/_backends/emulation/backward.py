@@ -32,8 +32,12 @@ LANE_CHANNELS = 8
 SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
 """Least magnitudes that scales go by: kSmallestRow of mma/rounded_rows.cuh, kSmallestAbsMax of numerics/scale.cuh."""
 
-LARGEST_PART, LSE_MARGIN = 2.0**50, 2.0**-21
-"""Largest part of scales of Q and K, and margin of a log-sum-exp: kLargestPart and kLseMargin of bwd/prepare.cuh."""
+LARGEST_SCALE, LARGEST_PART, EQUAL_PART = 2.0**100, 2.0**80, 2.0**50
+"""Largest product of scales of Q and K, largest scale of each, and largest where their product is larger: kLargestScale
+of numerics/scale.cuh, kLargestPart and kEqualPart of bwd/prepare.cuh."""
+
+LSE_MARGIN = 2.0**-21
+"""Margin of a log-sum-exp: kLseMargin of bwd/prepare.cuh."""
 
 
 @dataclass(frozen=True)
@@ -222,16 +226,24 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
     zeros = (q_hat == 0).all(-1)
     zeros = zeros & zeros[..., rows ^ 8]  # of the queries of 16 in a row that share a scale
     zero_keys = torch.unflatten((k_hat == 0).all(-1), -1, (-1, TILE_ROWS // 8, 4, 2))
+    q_scale, k_scale = _bounded(of_rows(saved.q_scale), of_rows(saved.k_scale))
     of_group = zero_keys.all(-1, keepdim=True).all(-3, keepdim=True)  # keys 8n + 2t and 8n + 2t + 1 share a scale
     zero_keys = of_group.expand_as(zero_keys).flatten(-4)
     return Tiles(
-        q_hat=q_hat, q_scale=of_rows(saved.q_scale).clamp(max=LARGEST_PART).masked_fill(zeros, 0.0),
+        q_hat=q_hat, q_scale=q_scale.masked_fill(zeros, 0.0),
         minus_lse=minus_lse.masked_fill(rows >= queries, -math.inf).masked_fill(~finite, math.nan),
         minus_delta=-_delta(grad, padded(saved.out), arithmetic), grad=grad, finite=finite, grad_hat=grad_hat,
         grad_scale=grad_scale,
-        k_hat=k_hat, k_scale=of_rows(saved.k_scale).clamp(max=LARGEST_PART).masked_fill(zero_keys, 0.0),
+        k_hat=k_hat, k_scale=k_scale.masked_fill(zero_keys, 0.0),
         v=padded(saved.v),
         visible=_visible(is_causal, rows, queries, keys, key_ranks))
+
+
+def _bounded(q_scale: torch.Tensor, k_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of Q and K of which the product of any two is at most LARGEST_SCALE: [batch, kv heads, group, rows]."""
+    of_q, of_k = (x.clamp(max=LARGEST_PART).amax((2, 3), keepdim=True) for x in (q_scale, k_scale))
+    most = torch.where(of_q * of_k <= LARGEST_SCALE, LARGEST_PART, EQUAL_PART)
+    return q_scale.minimum(most), k_scale.minimum(most)
 
 
 def _visible(is_causal: bool, rows: torch.Tensor, queries: int, keys: int,

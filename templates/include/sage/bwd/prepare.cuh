@@ -35,9 +35,13 @@ struct BwdPrepare {
   // The margin that is taken off a log-sum-exp, relative to it: more than it and the scores lose by rounding. The P of
   // a key that alone has weight is then 1 and not less, however large the scores.
   static constexpr float kLseMargin = 0x1p-21f;
-  // The largest scale of Q, and of K: their product is then at most kLargestScale, as in the forward pass.
-  static constexpr float kLargestPart = 0x1p50f;
-  static_assert(kLargestPart * kLargestPart == kLargestScale);
+  // The largest scale of Q, and of K: dP times a scale stays finite up to a dP of 2^47. A scale of at most kUsualPart
+  // needs no look at the others: its product with any is at most kLargestScale, as in the forward pass.
+  static constexpr float kLargestPart = 0x1p80f, kUsualPart = 0x1p20f;
+  static_assert(kLargestPart * kUsualPart == kLargestScale);
+  // The same where the largest scales of Q and K together are beyond kLargestScale.
+  static constexpr float kEqualPart = 0x1p50f;
+  static_assert(kEqualPart * kEqualPart == kLargestScale);
 
   using Rows = u32[kTileRows][kPitch];
   struct Shared {
@@ -101,7 +105,9 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::q_codes(params, tile_of_all), own_row(step));
     }
     const i32 query = ptx::thread_index() % kTileRows;
-    const float forward_scale = q_scale(tile_of_all, query), lse = minus_lse(head_of_all, rows, first_row + query);
+    const float lse = minus_lse(head_of_all, rows, first_row + query);
+    const float forward_scale =
+        bounded(q_scale(tile_of_all, query), entry, head_of_all / params.q_heads_per_kv_head);
 
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -168,7 +174,7 @@ struct BwdPrepare {
   // tile_of_all: of all heads.
   template <bool kPacked>
   __device__ __forceinline__ void prepare_kv(i32 tile_of_all) const {
-    const i32 batch = tile_of_all / params.kv_side_tiles / params.num_kv_heads;
+    const i32 kv_head_of_all = tile_of_all / params.kv_side_tiles, batch = kv_head_of_all / params.num_kv_heads;
     const i32 tile = tile_of_all % params.kv_side_tiles;
     const BwdEntry<kPacked> entry(params, batch, params.cu_seqlens_k, Config::kBlockN,
                                   tile / (Config::kBlockN / kTileRows));
@@ -181,7 +187,7 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::k_codes(params, tile_of_all), own_row(step));
     }
     const i32 key = ptx::thread_index();
-    const float forward_scale = key < kTileRows ? key_scale(tile_of_all, key) : 0.0f;
+    const float forward_scale = key < kTileRows ? bounded(key_scale(tile_of_all, key), entry, kv_head_of_all) : 0.0f;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       put(shared.rows[kOfCodes], own_row(step), static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
@@ -266,6 +272,45 @@ struct BwdPrepare {
     const float lse = params.lse[static_cast<i64>(head_of_all) * params.q_rows + rows.at(row)];
     const float lse_log2 = lse * kLog2E;
     return lse == -ptx::infinity() ? lse : fmaf(fabsf(lse_log2), kLseMargin, -lse_log2);
+  }
+
+  // A scale of Q or K, bounded so that products of two stay within kLargestScale. Call with whole warps.
+  template <class Entry>
+  __device__ __forceinline__ float bounded(float scale, const Entry& entry, i32 kv_head_of_all) const {
+    if (!ptx::any(scale > kUsualPart)) return scale;
+    const float largest = largest_q_scale(entry, kv_head_of_all) * largest_k_scale(entry, kv_head_of_all);
+    return fminf(scale, largest <= kLargestScale ? kLargestPart : kEqualPart);
+  }
+
+  // The largest scale of a batch entry's queries, in all q heads that read a KV head; or of its keys.
+  template <class Entry>
+  __device__ __forceinline__ float largest_q_scale(const Entry& entry, i32 kv_head_of_all) const {
+    const i32 heads = params.q_heads_per_kv_head;
+    float largest = 0.0f;
+    for (i32 head = kv_head_of_all * heads; head < (kv_head_of_all + 1) * heads; ++head) {
+      const i32 tile = head * params.q_side_tiles + entry.first_q_tile();
+      largest = fmaxf(largest, largest_of_rows(entry.queries().count, [&](i32 row) {
+        return q_scale(tile + row / kTileRows, row % kTileRows);
+      }));
+    }
+    return largest;
+  }
+  template <class Entry>
+  __device__ __forceinline__ float largest_k_scale(const Entry& entry, i32 kv_head_of_all) const {
+    const i32 tile = kv_head_of_all * params.kv_side_tiles + entry.first_kv_tile();
+    return largest_of_rows(entry.keys().count, [&](i32 row) {
+      return key_scale(tile + row / kTileRows, row % kTileRows);
+    });
+  }
+
+  // The largest scale of rows, at most kLargestPart, found by a warp.
+  template <class ScaleOf>
+  __device__ __forceinline__ static float largest_of_rows(i32 rows, ScaleOf scale_of) {
+    float largest = 0.0f;
+    for (i32 row = ptx::thread_index() % kWarpSize; row < rows; row += kWarpSize) {
+      largest = fmaxf(largest, scale_of(row));
+    }
+    return ptx::max_over_lanes<kWarpSize>(largest);
   }
 
   // Its sign says whether the forward pass met a key that is not finite; the log-sum-exp of rows that see it is NaN.
