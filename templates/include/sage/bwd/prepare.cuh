@@ -106,8 +106,7 @@ struct BwdPrepare {
     }
     const i32 query = ptx::thread_index() % kTileRows;
     const float lse = minus_lse(head_of_all, rows, first_row + query);
-    const float forward_scale =
-        bounded(q_scale(tile_of_all, query), entry, head_of_all / params.q_heads_per_kv_head);
+    const float forward_scale = bounded(q_scale(tile_of_all, query), entry, head_of_all / params.q_heads_per_kv_head);
 
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -289,18 +288,16 @@ struct BwdPrepare {
     float largest = 0.0f;
     for (i32 head = kv_head_of_all * heads; head < (kv_head_of_all + 1) * heads; ++head) {
       const i32 tile = head * params.q_side_tiles + entry.first_q_tile();
-      largest = fmaxf(largest, largest_of_rows(entry.queries().count, [&](i32 row) {
-        return q_scale(tile + row / kTileRows, row % kTileRows);
-      }));
+      const auto scale_of = [&](i32 row) { return q_scale(tile + row / kTileRows, row % kTileRows); };
+      largest = fmaxf(largest, largest_of_rows(entry.queries().count, scale_of));
     }
     return largest;
   }
   template <class Entry>
   __device__ __forceinline__ float largest_k_scale(const Entry& entry, i32 kv_head_of_all) const {
     const i32 tile = kv_head_of_all * params.kv_side_tiles + entry.first_kv_tile();
-    return largest_of_rows(entry.keys().count, [&](i32 row) {
-      return key_scale(tile + row / kTileRows, row % kTileRows);
-    });
+    const auto scale_of = [&](i32 row) { return key_scale(tile + row / kTileRows, row % kTileRows); };
+    return largest_of_rows(entry.keys().count, scale_of);
   }
 
   // The largest scale of rows, at most kLargestPart, found by a warp.
