@@ -15,6 +15,7 @@ import torch
 
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._problem.arguments import block_sizes_of, check_optional_are, check_tensors_are
+from sage_aot._problem.derivatives import is_transformed
 from sage_aot._problem.options import LAYOUTS
 from sage_aot._problem.problem import heads_first, holds
 from sage_aot._problem.tensors import MASK_BLOCK
@@ -179,10 +180,39 @@ def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
         return k, v
     if _differ(key_mask.shape, shape) or _differ(k.shape, v.shape):
         return k, v
-    shown_first = (~key_mask).byte().argsort(dim=1, stable=True)
-    taken = shown_first.gather(1, (key_mask.cumsum(1) - 1).clamp(min=0))
+    taken = _shown_in_place(key_mask)
+    return tuple(_keys_taken(x, taken, layout) for x in (k, v))
+
+
+def _shown_in_place(key_mask: torch.Tensor) -> torch.Tensor:
+    """The key that stands in for each key, as above: int64 [batch, keys]."""
+    rank = key_mask.cumsum(1) - 1  # of the last shown key up to each key, among those shown
+    keys = key_mask.shape[1]
+    places = torch.arange(keys, device=key_mask.device).expand(key_mask.shape)
+    shown = places.new_zeros(key_mask.shape[0], keys + 1).scatter(1, torch.where(key_mask, rank, keys), places)
+    return shown.gather(1, rank.clamp(min=0))
+
+
+def _keys_taken(x: torch.Tensor, taken: torch.Tensor, layout: str) -> torch.Tensor:
+    """k or v with, for each key, the one that `taken` names."""
     rows, index = (2, taken[:, None, :, None]) if layout == "HND" else (1, taken[:, :, None, None])
-    return tuple(x.gather(rows, index.expand_as(x)) for x in (k, v))
+    words = _in_words(x)
+    found = words.gather(rows, index.expand_as(words))
+    return found if words is x else found.view(x.dtype)
+
+
+def _in_words(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of up to 16 bytes: gather reads an index for each element. To a tracer, and where a
+    gradient is asked for, which the operators refuse, x itself."""
+    if (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed() or x.requires_grad
+            or type(x) is not torch.Tensor):
+        return x
+    for dtype in (torch.complex128, torch.complex64):
+        count = dtype.itemsize // x.element_size()
+        sizes = *x.stride()[:-1], x.shape[-1], x.storage_offset()
+        if x.stride(-1) == 1 and not any(size % count for size in sizes) and x.data_ptr() % dtype.itemsize == 0:
+            return x.view(dtype)
+    return x
 
 
 def _is_of_keys(attn_mask: torch.Tensor) -> bool:

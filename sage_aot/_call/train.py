@@ -44,8 +44,8 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: t
     :func:`sage_aot.attn`, which with ``p="exp2"`` gives the same output.
 
     Args:
-        q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128. Elements of q or k beyond 1e26 give
-            gradients that are too small, and beyond 1e17 where scores pass 1e34.
+        q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128. Elements of k, or of q times
+            `scale`, beyond 1e25 give wrong gradients, and beyond 1e17 where scores pass 1e34.
         k, v: likewise. The gradients of grouped heads are summed over the q heads that share a kv head.
         key_mask: as :func:`sage_aot.attn`: bool ``[batch, keys]``, True where a key may be seen. Nothing depends on
             what other keys and values hold, and their gradients are zeros.

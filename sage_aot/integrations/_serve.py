@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sage_aot._call.api import attn
 from sage_aot._call.sparse import Sparse
+from sage_aot._problem.problem import holds
 from sage_aot.errors import UnsupportedError
 from sage_aot.integrations._policy import Policy, current
 from sage_aot.integrations._report import EXACT, SERVED, SPARSE, count, refused
@@ -149,7 +150,7 @@ def serve(call: HostCall, return_lse: bool, options: Mapping[str, Any]) -> Any:
     call = _with_equal_channels(_without_unseen_keys(call))
     key_mask = key_mask_of(call)
     # one query sees all keys; without a mask, heads share reads of k and v
-    is_causal = call.is_causal and call.sizes()[3] != 1
+    is_causal = call.is_causal and not holds(call.sizes()[3] == 1)
     result = attn(call.q, call.k, call.v, key_mask=key_mask, attn_mask=call.mask if key_mask is None else None,
                   sinks=None if call.sinks is None else call.sinks.float(), is_causal=is_causal, window=call.window,
                   scale=call.scale, layout=call.layout, **{**_chosen(call), **options, "return_lse": return_lse})

@@ -596,10 +596,10 @@ def _unequal(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
 
 
 def _vast_scores(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Scores beyond 2^100, of the last q head of each group and of the last key alone."""
+    """Scores beyond 2^100 between the last q head of each group and the last key, and none others."""
     q *= 1e8
     q[:, case.group - 1::case.group] *= 1e16
-    k[:, :, -1] *= 1e11
+    k[:, :, -1] *= 1e18
 
 
 def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ from sage_aot._tools.compare import Measure, close, same
 from sage_aot.integrations import Policy, report, reset_report, use
 from sage_aot.integrations.torch import sdpa, torchs
 
-INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny"}
+INDEPENDENT = {"normal", "outlier", "biased_v", "huge", "wide_v", "tiny", "unequal"}
 """Kinds whose elements are independent, but for what channels have in common."""
 
 LINEAR_P = {"sm89", "sm120"}
@@ -514,7 +514,8 @@ def _contract_of_gradients(case: Case, q: torch.Tensor, k: torch.Tensor, v: torc
 
 def _is_of_the_table(case: Case, arithmetic: Arithmetic) -> bool:
     """True where the figures of docs/training.md are of such a call."""
-    plain = case.kind == "normal" and case.scores is None and case.scale is None and case.planted == "none"
+    of_its_size = case.kind == "normal" or case.kind == "unequal" and case.dtype == "bf16"  # f16 has no small gradients
+    plain = of_its_size and case.scores is None and case.scale is None and case.planted == "none"
     plain = plain and case.mask_kind == "none" and not case.has_sequences
     return (plain and arithmetic.independent and case.headdim >= 32 and case.strides != "expanded_heads"
             and min(case.seqlen_q, case.seqlen_kv) >= oracle.TRAINED_ROWS and case.seqlen_kv >= case.seqlen_q)

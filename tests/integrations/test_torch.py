@@ -46,6 +46,20 @@ def test_the_signature_is_torchs():
 MASK = torch.arange(40) < torch.tensor([25, 40])[:, None, None, None]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_lengths_that_depend_on_values_compile(qkv, is_causal):
+    def work(q, k, v, taken):
+        found = taken.nonzero()[:, 0]
+        return sdpa(q[:, :, found], k[:, :, found], v[:, :, found], is_causal=is_causal)
+
+    compiled = torch.compile(work, backend="aot_eager", fullgraph=True)
+    for n in (40, 30, 2):
+        taken = torch.arange(40) < n
+        assert torch.equal(compiled(*qkv, taken), work(*qkv, taken))
+    assert served_calls()
+
+
 @pytest.mark.parametrize("options", [
     {}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": MASK}, {"attn_mask": torch.randn(40, 40)},
     {"attn_mask": MASK & torch.ones(40, 40).tril().bool()}, {"is_causal": True, "scale": 2.0}], ids=id_of)

@@ -231,16 +231,18 @@ def test_gradients_are_finite_beyond_all_scores(monkeypatch, arch, which):
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
-def test_gradients_of_large_q_and_small_k(monkeypatch, arch):
-    """Ordinary scores, of which one factor is large: errors are those of N(0, 1)."""
+@pytest.mark.parametrize("of_grad", [1.0, 1e-6])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_large_q_and_small_k(monkeypatch, arch, of_grad, is_causal):
+    """Ordinary scores, of which one factor is large: errors are those of N(0, 1). Two q heads read a KV head."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
-    grad = draw(seed=5)[0].bfloat16()
-    for factor in (1.0, 1e14, 1e18, 1e25, 1e-14, 1e-18, 1e-25):
+    grad = (draw(seed=5)[0] * of_grad).bfloat16()
+    for factor in (1.0, 1e14, 1e18, 1e22, 1e-14, 1e-18, 1e-22, *((1e25, 1e-25) if of_grad == 1.0 else ())):
         q, k, v = draw()
-        leaves = [x.bfloat16().requires_grad_() for x in (q * factor, k / factor, v)]
-        sage_aot.train_attn(*leaves).backward(grad)
+        leaves = [x.bfloat16().requires_grad_() for x in (q * factor, k[:, :1] / factor, v[:, :1])]
+        sage_aot.train_attn(*leaves, is_causal=is_causal).backward(grad)
         exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
-        exact(*exact_leaves, False)[0].backward(grad.double())
+        exact(exact_leaves[0], *(x.expand_as(q) for x in exact_leaves[1:]), is_causal)[0].backward(grad.double())
         for x, right in zip(leaves, exact_leaves):
             assert (x.grad.double() - right.grad).norm() <= 0.03 * right.grad.norm(), factor
 

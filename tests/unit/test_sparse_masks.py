@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import sage_aot
+from sage_aot._call.masks import shown_alone
 
 ARCHS = ("sm80", "sm89", "sm90")
 QUERIES, KEYS = 300, 410
@@ -430,3 +431,23 @@ def test_another_key_mask_with_a_mask_of_keys_is_refused(key_mask):
     q, k, v = draw()
     with pytest.raises(sage_aot.ArgumentError, match="key_mask: expected"):
         sage_aot.attn(q, k, v, key_mask=key_mask, attn_mask=torch.ones(1, 1, 1, KEYS, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("headdim, first", [(64, 0), (64, 1), (64, 4), (40, 0), (20, 0), (3, 0)])
+def test_keys_that_stand_in_for_hidden_ones(layout, dtype, headdim, first):
+    """Rows of whole words of 16 and of 8 bytes, and others, at even and odd addresses; in both orders of dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(2, 3, 50, headdim + first, generator=generator).to(dtype)
+    k = wide[..., first:]
+    v = k.transpose(1, 2).contiguous().transpose(1, 2) * 2
+    shown = torch.rand(2, 50, generator=generator) < 0.6
+    shown[1, :7] = False
+    got = shown_alone(*(x if layout == "HND" else x.transpose(1, 2) for x in (k, v)), shown, layout)
+    for x, found in zip((k, v), got if layout == "HND" else [y.transpose(1, 2) for y in got]):
+        for batch, row in enumerate(shown.tolist()):
+            before = row.index(True)
+            for key, is_shown in enumerate(row):
+                before = key if is_shown else before
+                assert torch.equal(found[batch, :, key], x[batch, :, before])

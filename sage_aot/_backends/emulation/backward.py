@@ -32,9 +32,9 @@ LANE_CHANNELS = 8
 SMALLEST_ROW, SMALLEST_GROUP = 1e-33, 1e-35
 """Least magnitudes that scales go by: kSmallestRow of mma/rounded_rows.cuh, kSmallestAbsMax of numerics/scale.cuh."""
 
-LARGEST_SCALE, LARGEST_PART, EQUAL_PART = 2.0**100, 2.0**80, 2.0**50
-"""Largest product of scales of Q and K, largest scale of each, and largest where their product is larger: kLargestScale
-of numerics/scale.cuh, kLargestPart and kEqualPart of bwd/prepare.cuh."""
+LARGEST_SCALE, LARGEST_PART, USUAL_PART, EQUAL_PART = 2.0**100, 2.0**80, 2.0**20, 2.0**50
+"""Largest product of a scale of Q and one of K, and bounds of each: kLargestScale of numerics/scale.cuh, kLargestPart,
+kUsualPart and kEqualPart of bwd/prepare.cuh."""
 
 LSE_MARGIN = 2.0**-21
 """Margin of a log-sum-exp: kLseMargin of bwd/prepare.cuh."""
@@ -240,10 +240,13 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
 
 
 def _bounded(q_scale: torch.Tensor, k_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of Q and K of which the product of any two is at most LARGEST_SCALE: [batch, kv heads, group, rows]."""
-    of_q, of_k = (x.clamp(max=LARGEST_PART).amax((2, 3), keepdim=True) for x in (q_scale, k_scale))
-    most = torch.where(of_q * of_k <= LARGEST_SCALE, LARGEST_PART, EQUAL_PART)
-    return q_scale.minimum(most), k_scale.minimum(most)
+    """Scales of Q and K of which the product of one of Q and one of K is at most LARGEST_SCALE: [batch, kv heads, group,
+    rows]."""
+    def bounded(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        largest = other.amax((2, 3), keepdim=True).clamp(min=USUAL_PART, max=LARGEST_PART)
+        return x.minimum((LARGEST_SCALE / largest).clamp(min=EQUAL_PART))
+
+    return bounded(q_scale, k_scale), bounded(k_scale, q_scale)
 
 
 def _visible(is_causal: bool, rows: torch.Tensor, queries: int, keys: int,

@@ -35,13 +35,13 @@ struct BwdPrepare {
   // The margin that is taken off a log-sum-exp, relative to it: more than it and the scores lose by rounding. The P of
   // a key that alone has weight is then 1 and not less, however large the scores.
   static constexpr float kLseMargin = 0x1p-21f;
-  // The largest scale of Q, and of K: dP times a scale stays finite up to a dP of 2^47. A scale of at most kUsualPart
-  // needs no look at the others: its product with any is at most kLargestScale, as in the forward pass.
-  static constexpr float kLargestPart = 0x1p80f, kUsualPart = 0x1p20f;
-  static_assert(kLargestPart * kUsualPart == kLargestScale);
-  // The same where the largest scales of Q and K together are beyond kLargestScale.
+  // The largest scale of Q, and of K: dP and D, up to 2^47, times a scale are finite.
+  static constexpr float kLargestPart = 0x1p80f;
+  // A scale of Q or K up to this, times any scale of the other, is at most kLargestScale, as in the forward pass.
+  static constexpr float kUsualPart = 0x1p20f;
+  // A scale of Q or K up to this stays as it is. Where both sides have larger ones, this bounds both.
   static constexpr float kEqualPart = 0x1p50f;
-  static_assert(kEqualPart * kEqualPart == kLargestScale);
+  static_assert(kLargestPart * kUsualPart == kLargestScale && kEqualPart * kEqualPart == kLargestScale);
 
   using Rows = u32[kTileRows][kPitch];
   struct Shared {
@@ -106,7 +106,8 @@ struct BwdPrepare {
     }
     const i32 query = ptx::thread_index() % kTileRows;
     const float lse = minus_lse(head_of_all, rows, first_row + query);
-    const float forward_scale = bounded(q_scale(tile_of_all, query), entry, head_of_all / params.q_heads_per_kv_head);
+    const auto largest_k = [&] { return largest_k_scale(entry, head_of_all / params.q_heads_per_kv_head); };
+    const float forward_scale = bounded(q_scale(tile_of_all, query), largest_k);
 
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -186,7 +187,8 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::k_codes(params, tile_of_all), own_row(step));
     }
     const i32 key = ptx::thread_index();
-    const float forward_scale = key < kTileRows ? bounded(key_scale(tile_of_all, key), entry, kv_head_of_all) : 0.0f;
+    const auto largest_q = [&] { return largest_q_scale(entry, kv_head_of_all); };
+    const float forward_scale = key < kTileRows ? bounded(key_scale(tile_of_all, key), largest_q) : 0.0f;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       put(shared.rows[kOfCodes], own_row(step), static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
@@ -273,12 +275,13 @@ struct BwdPrepare {
     return lse == -ptx::infinity() ? lse : fmaf(fabsf(lse_log2), kLseMargin, -lse_log2);
   }
 
-  // A scale of Q or K, bounded so that products of two stay within kLargestScale. Call with whole warps.
-  template <class Entry>
-  __device__ __forceinline__ float bounded(float scale, const Entry& entry, i32 kv_head_of_all) const {
+  // A scale of Q, or of K, bounded so that its product with each scale of the other is within kLargestScale.
+  // largest_of_other(): the largest of these. Call with whole warps.
+  template <class LargestOfOther>
+  __device__ __forceinline__ static float bounded(float scale, LargestOfOther largest_of_other) {
     if (!ptx::any(scale > kUsualPart)) return scale;
-    const float largest = largest_q_scale(entry, kv_head_of_all) * largest_k_scale(entry, kv_head_of_all);
-    return fminf(scale, largest <= kLargestScale ? kLargestPart : kEqualPart);
+    const float most = divide(kLargestScale, fmaxf(largest_of_other(), kUsualPart));
+    return fminf(scale, fmaxf(most, kEqualPart));
   }
 
   // The largest scale of a batch entry's queries, in all q heads that read a KV head; or of its keys.
@@ -300,7 +303,7 @@ struct BwdPrepare {
     return largest_of_rows(entry.keys().count, scale_of);
   }
 
-  // The largest scale of rows, at most kLargestPart, found by a warp.
+  // The largest scale_of(row), found by a warp.
   template <class ScaleOf>
   __device__ __forceinline__ static float largest_of_rows(i32 rows, ScaleOf scale_of) {
     float largest = 0.0f;
