@@ -240,8 +240,8 @@ def _tiles(saved: Saved, grad_out: torch.Tensor, is_causal: bool, key_ranks: tor
 
 
 def _bounded(q_scale: torch.Tensor, k_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of Q and K of which the product of one of Q and one of K is at most LARGEST_SCALE: [batch, kv heads, group,
-    rows]."""
+    """Scales of Q and K, of which the product of one of Q and one of K is at most LARGEST_SCALE. [batch, kv heads,
+    group, rows]."""
     def bounded(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         largest = other.amax((2, 3), keepdim=True).clamp(min=USUAL_PART, max=LARGEST_PART)
         return x.minimum((LARGEST_SCALE / largest).clamp(min=EQUAL_PART))
