@@ -243,10 +243,11 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         the kernel's, read where they lie, TRAINED.
     trained masked, trained sequences: packed keys and sequences, several tiles of each, TRAINED_PACKED; trained on no
         keys: one batch entry has a mask that hides all.
+    trained unequal, of head dim 64 and a full mask: large q and small k; trained vast, also of sequences: scores beyond
+        2^100 of some queries and keys, whole KV tiles.
     falling, for P of few bits: scores behind which references fall, once by far or from tile to tile.
     sinks, whole, blocks, elements, spoilt, turns, of sparse masks: _masks_of_queries().
     large, trained large, of the first kernel with each softmax: scores beyond all bits of a reference's fraction.
-    trained unequal, trained vast, likewise: large q and small k; scores beyond 2^100 of some queries and keys.
 
     On Hopper also
     trained cases, apart: the gradient of q by itself, and those of k and v; else the kernels that find all of them run.
@@ -306,6 +307,10 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
         found |= {name: replace(packed[name], **others) for name, others in TRAINED_PACKED[spec.mask].items()}
         if spec.headdim == 64 and spec.mask == "full":
             found["trained on no keys"] = replace(found["trained masked"], mask_kind="nothing", seqlen_q=40)
+            vast = replace(found["trained"], seqlen_q=70, seqlen_kv=256, dtype="bf16", kind="vast_scores")
+            found["trained vast"] = vast
+            found["trained vast sequences"] = replace(vast, batch=4, lengths="mixed")
+            found["trained unequal"] = replace(vast, group=1, seqlen_kv=70, kind="unequal")
             # Of one channel, in which two keys alone are no zeros.
             found["trained on zeros"] = replace(found["trained"], seed=5, group=1, seqlen_q=70, seqlen_kv=142,
                                                 headdim=1, kind="sink", scale=0.001)
@@ -317,10 +322,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     if spec in FIRST_OF_EACH_SOFTMAX:
         found["large"] = replace(few, seqlen_q=40, seqlen_kv=2 * tile.block_n + 20, scores=1e10)
         if "trained" in found:
-            few_trained = replace(found["trained"], seqlen_q=70, seqlen_kv=70)
-            found["trained large"] = replace(few_trained, group=1, scores=1e8)
-            found["trained unequal"] = replace(few_trained, group=1, dtype="bf16", kind="unequal")
-            found["trained vast"] = replace(few_trained, seqlen_kv=170, dtype="bf16", kind="vast_scores")
+            found["trained large"] = replace(found["trained"], group=1, seqlen_q=70, seqlen_kv=70, scores=1e8)
     if spec.mask == "sparse":
         found |= _masks_of_queries(spec, plain)
     if spec.p == "linear":
