@@ -181,7 +181,7 @@ def shown_alone(k: Any, v: Any, key_mask: Any, layout: Any) -> tuple[Any, Any]:
     if _differ(key_mask.shape, shape) or _differ(k.shape, v.shape):
         return k, v
     taken = _shown_in_place(key_mask)
-    return tuple(_keys_taken(x, taken, layout) for x in (k, v))
+    return _keys_taken(k, taken, layout), _keys_taken(v, taken, layout)
 
 
 def _shown_in_place(key_mask: torch.Tensor) -> torch.Tensor:
@@ -202,10 +202,10 @@ def _keys_taken(x: torch.Tensor, taken: torch.Tensor, layout: str) -> torch.Tens
 
 
 def _in_words(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in elements of up to 16 bytes: gather reads an index for each element. To a tracer, and where a
+    """Memory of x in elements of up to 16 bytes, since gather reads an index for each element. To a tracer, and where a
     gradient is asked for, which the operators refuse, x itself."""
-    if (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed() or x.requires_grad
-            or type(x) is not torch.Tensor):
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or is_transformed()
+    if is_traced or x.requires_grad or type(x) is not torch.Tensor:
         return x
     for dtype in (torch.complex128, torch.complex64):
         count = dtype.itemsize // x.element_size()

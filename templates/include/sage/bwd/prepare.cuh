@@ -49,7 +49,6 @@ struct BwdPrepare {
     float amax[kTileRows];  // of rows of dO, infinite or NaN where one is not finite
     float minus_delta[kTileRows];
     float minus_lse[kTileRows];
-    float scale[kTileRows];
     u32 key_has_codes[kTileRows];
   };
 
@@ -107,8 +106,8 @@ struct BwdPrepare {
     }
     const i32 query = ptx::thread_index() % kTileRows;
     const float lse = minus_lse(head_of_all, rows, first_row + query);
-    const float forward_scale = q_scale(tile_of_all, query);
-    if (ptx::thread_index() < kTileRows) shared.minus_lse[query] = lse, shared.scale[query] = forward_scale;
+    const auto largest_k = [&] { return largest_k_scale(entry, head_of_all / params.q_heads_per_kv_head); };
+    const float forward_scale = bounded(q_scale(tile_of_all, query), largest_k);
 
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
@@ -127,15 +126,18 @@ struct BwdPrepare {
       if (ptx::thread_index() % kVectors == 0) shared.amax[own] = amax, shared.minus_delta[own] = -delta;
       put(shared.rows[kOfCodes], own, static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
     }
+    if (ptx::thread_index() < kTileRows) shared.minus_lse[query] = lse;
     __syncthreads();
     if (ptx::thread_index() < kTileRows) {
+      const float minus_delta = shared.minus_delta[query];
       // Groups of zeros contribute nothing: scales of zero leave the steps of their tile's sums to others.
       const i32 queries = rows.count - first_row;
-      if (!has_codes(query, queries) && !has_codes(query ^ 8, queries)) shared.scale[query] = 0.0f;
-      store_q_scale(to, query, shared.scale[query]);
+      const float scale = has_codes(query, queries) || has_codes(query ^ 8, queries) ? forward_scale : 0.0f;
+      of_query(to, Tile::kQueryScales, query) = scale;
       // Integers hold no NaN. The log-sum-exp of a row of dO that is not finite is NaN, and thereby P of what it sees.
-      of_query(to, Tile::kMinusLse, query) = is_finite(query) ? shared.minus_lse[query] : ptx::quiet_nan();
-      of_query(to, Tile::kMinusDelta, query) = shared.minus_delta[query];
+      of_query(to, Tile::kMinusLse, query) = is_finite(query) ? lse : ptx::quiet_nan();
+      of_query(to, Tile::kMinusDelta, query) = minus_delta;
+      of_query(to, Tile::kMinusScaledDelta, query) = minus_delta * scale;
       if constexpr (!Config::kHalves) {
         if (query < kGradGroups) {
           const Scale grad = grad_scale(query);
@@ -167,10 +169,6 @@ struct BwdPrepare {
       __syncthreads();
       store_transposed<2>(to + (Tile::kTransposed - Tile::kQSide));
     }
-    if (is_large(query)) {  // last, when registers are free
-      const float largest = largest_k_scale(entry, head_of_all / params.q_heads_per_kv_head);
-      store_q_scale(to, query, bounded(shared.scale[query], largest));
-    }
   }
 
   // tile_of_all: of all heads.
@@ -189,7 +187,8 @@ struct BwdPrepare {
       codes[step] = load_codes(Tile::k_codes(params, tile_of_all), own_row(step));
     }
     const i32 key = ptx::thread_index();
-    const float forward_scale = key < kTileRows ? key_scale(tile_of_all, key) : 0.0f;
+    const auto largest_q = [&] { return largest_q_scale(entry, kv_head_of_all); };
+    const float forward_scale = key < kTileRows ? bounded(key_scale(tile_of_all, key), largest_q) : 0.0f;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       put(shared.rows[kOfCodes], own_row(step), static_cast<u32>(codes[step]), static_cast<u32>(codes[step] >> 32));
@@ -197,15 +196,12 @@ struct BwdPrepare {
     __syncthreads();
     if (key < kTileRows) shared.key_has_codes[key] = has_codes(key, keys);
     __syncthreads();
-    if (key < kTileRows) {
-      shared.scale[key] = group_has_codes(key) ? forward_scale : 0.0f;  // zero for a group of zeros, as for queries
-      store_key_scale(to, key, shared.scale[key]);
+    if (key < kTileRows) {  // zero for a group of zeros, as for queries
+      reinterpret_cast<float*>(to + (Tile::kKeyScales - Tile::kSide))[key] =
+          group_has_codes(key) ? forward_scale : 0.0f;
     }
     if constexpr (Config::kHalves) store_halves(to + (Tile::kHalfCodes - Tile::kSide), codes);
     else store_transposed<1>(to + (Tile::kTransposed - Tile::kSide));
-    if (is_large(key)) {
-      store_key_scale(to, key, bounded(shared.scale[key], largest_q_scale(entry, kv_head_of_all)));
-    }
   }
 
   // Zeros for a row that does not exist.
@@ -279,45 +275,38 @@ struct BwdPrepare {
     return lse == -ptx::infinity() ? lse : fmaf(fabsf(lse_log2), kLseMargin, -lse_log2);
   }
 
-  __device__ __forceinline__ void store_q_scale(u8* to, i32 query, float scale) const {
-    of_query(to, Tile::kQueryScales, query) = scale;
-    of_query(to, Tile::kMinusScaledDelta, query) = shared.minus_delta[query] * scale;
-  }
-  __device__ __forceinline__ static void store_key_scale(u8* to, i32 key, float scale) {
-    reinterpret_cast<float*>(to + (Tile::kKeyScales - Tile::kSide))[key] = scale;
-  }
-
-  // Whether this warp's threads have the scales of rows, and one of these needs a bound.
-  __device__ __forceinline__ bool is_large(i32 row) const {
-    return ptx::thread_index() < kTileRows && ptx::any(shared.scale[row] > kUsualPart);
+  // A scale of Q, or of K, bounded so that its product with each scale of the other is within kLargestScale.
+  // largest_of_other(): the largest of these. Call with whole warps.
+  template <class LargestOfOther>
+  __device__ __forceinline__ static float bounded(float scale, LargestOfOther largest_of_other) {
+    if (!ptx::any(scale > kUsualPart)) return scale;
+    const float most = divide(kLargestScale, fmaxf(largest_of_other(), kUsualPart));
+    return fminf(scale, fmaxf(most, kEqualPart));
   }
 
-  // A scale of Q, or of K, whose product with any scale of the other is at most kLargestScale.
-  __device__ __forceinline__ static float bounded(float scale, float largest_of_other) {
-    return fminf(scale, fmaxf(divide(kLargestScale, fmaxf(largest_of_other, kUsualPart)), kEqualPart));
-  }
-
-  // The largest scale of a batch entry's queries, in all q heads that read a KV head; or of its keys. Found by a warp.
+  // The largest scale of a batch entry's queries, in all q heads that read a KV head; or of its keys.
   template <class Entry>
   __device__ __forceinline__ float largest_q_scale(const Entry& entry, i32 kv_head_of_all) const {
-    const i32 queries = entry.queries().count, heads = params.q_heads_per_kv_head;
-    const i32 first_tile = kv_head_of_all * heads * params.q_side_tiles + entry.first_q_tile();
-    return largest_of(heads * queries, [&](i32 i) {
-      const i32 query = i % queries;
-      return q_scale(first_tile + i / queries * params.q_side_tiles + query / kTileRows, query % kTileRows);
-    });
+    const i32 heads = params.q_heads_per_kv_head;
+    float largest = 0.0f;
+    for (i32 head = kv_head_of_all * heads; head < (kv_head_of_all + 1) * heads; ++head) {
+      const i32 tile = head * params.q_side_tiles + entry.first_q_tile();
+      const auto scale_of = [&](i32 row) { return q_scale(tile + row / kTileRows, row % kTileRows); };
+      largest = fmaxf(largest, largest_of_rows(entry.queries().count, scale_of));
+    }
+    return largest;
   }
   template <class Entry>
   __device__ __forceinline__ float largest_k_scale(const Entry& entry, i32 kv_head_of_all) const {
-    const i32 first_tile = kv_head_of_all * params.kv_side_tiles + entry.first_kv_tile();
-    return largest_of(entry.keys().count,
-                      [&](i32 key) { return key_scale(first_tile + key / kTileRows, key % kTileRows); });
+    const i32 tile = kv_head_of_all * params.kv_side_tiles + entry.first_kv_tile();
+    const auto scale_of = [&](i32 row) { return key_scale(tile + row / kTileRows, row % kTileRows); };
+    return largest_of_rows(entry.keys().count, scale_of);
   }
 
+  // The largest scale_of(row), found by a warp.
   template <class ScaleOf>
-  __device__ __forceinline__ static float largest_of(i32 rows, ScaleOf scale_of) {
+  __device__ __forceinline__ static float largest_of_rows(i32 rows, ScaleOf scale_of) {
     float largest = 0.0f;
-#pragma unroll 1
     for (i32 row = ptx::thread_index() % kWarpSize; row < rows; row += kWarpSize) {
       largest = fmaxf(largest, scale_of(row));
     }
