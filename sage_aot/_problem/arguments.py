@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sage_aot._problem.given import MaxSeqlens
-from sage_aot._problem.options import OPTIONS, integer_of, scalar_of
+from sage_aot._problem.options import OPTIONS, integer_of, scalar_of, stays_a_tensor
 from sage_aot._problem.problem import differ, is_known
 from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
@@ -54,6 +54,10 @@ def length_of(name: str, length: object) -> int:
     if type(length) is int or isinstance(length, torch.SymInt):
         return cast(int, length)
     if isinstance(length, torch.Tensor):
+        if stays_a_tensor(length):
+            raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got a tensor that "
+                                "holds no number, or several: of the device meta, or one that torch.vmap maps over; "
+                                "pass an int")
         if length.numel() == 1 and not (length.dtype == torch.bool or length.is_floating_point()
                                         or length.is_complex()):
             return cast(int, length.item())

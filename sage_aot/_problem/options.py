@@ -101,10 +101,11 @@ def scalar_of(value: Any) -> Any:
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
         return value
     of_numpy = type(value).__module__ == "numpy"  # which dynamo cannot ask for an attribute that is not there
-    return value if not of_numpy and _stays_a_tensor(value) else value.item()
+    return value if not of_numpy and stays_a_tensor(value) else value.item()
 
 
-def _stays_a_tensor(value: Any) -> bool:
+def stays_a_tensor(value: Any) -> bool:
+    """True for a tensor that holds no value, several, or one with a derivative."""
     if not hasattr(value, "requires_grad"):  # an array of another library
         return False
     return bool(value.is_meta) or any(stays(value) for stays in STAYS_A_TENSOR)

@@ -112,6 +112,8 @@ REFUSED = {
     "batch": (lambda k, **_: {"k": k[None]}, r"k: expected three dimensions .* pass k.flatten\(0, 1\)"),
     "tensor": (lambda **_: {"max_seqlen_k": torch.tensor([9, 9])},
                r"max_seqlen_k: .* a tensor of shape \(2,\) and torch.int64; pass max_seqlen_k.max\(\).int\(\)"),
+    "tensor without a value": (lambda **_: {"max_seqlen_k": torch.tensor(9, device="meta")},
+                               "max_seqlen_k: .* a tensor that holds no number, .* pass an int"),
     "tensor of floats": (lambda **_: {"max_seqlen_k": torch.tensor(9.0)}, "max_seqlen_k: .* and torch.float32"),
     "tensor of bools": (lambda **_: {"max_seqlen_k": torch.tensor(True)}, "max_seqlen_k: .* and torch.bool"),
     "float": (lambda **_: {"max_seqlen_k": 9.0}, r"max_seqlen_k: .* got 9.0; pass int\(max_seqlen_k\)"),
