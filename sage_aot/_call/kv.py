@@ -43,6 +43,8 @@ class QuantizedKV:
     _k: torch.Tensor | None
     pooled: PooledBlocks | None = None
     """The means of the blocks of k, where quantize_kv was asked for them."""
+    pooled_v: PooledBlocks | None = None
+    """The means of the blocks of v, where quantize_kv was asked for a tail."""
 
     @property
     def device(self) -> torch.device:
@@ -51,7 +53,12 @@ class QuantizedKV:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that this object holds."""
-        return self._data.nbytes + (0 if self._k is None else self._k.nbytes)
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        pooled = [tensor for part in (self.pooled, self.pooled_v) if part is not None for tensor in part.tensors]
+        return [self._data, *pooled] if self._k is None else [self._data, self._k, *pooled]
 
     def arguments(self, q: torch.Tensor) -> tuple[Any, ...]:
         """The arguments of the operators of attn with q and this object, in front of the options."""
@@ -64,9 +71,8 @@ class QuantizedKV:
     def record_stream(self, stream: torch.Stream) -> None:
         """Do as torch.Tensor.record_stream: the memory is not reused before the work queued on `stream` is done. Call
         it for each other stream than that of quantize_kv on which attn takes this object."""
-        for tensor in (self._data, self._k):
-            if tensor is not None:
-                tensor.record_stream(stream)
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
 
     def to(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises ArgumentError: the layout of the quantized tensors is that of one arch's kernels."""
@@ -81,7 +87,7 @@ class QuantizedKV:
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | None = None, layout: str = "HND",
                 qk: str = "auto", smooth_q: bool | str = "auto", smooth_k: bool = True, smooth_v: bool = False,
                 rotate: bool | str = "auto", clip: bool = True, pv_accum: str = "auto", p: str = "auto",
-                pool: int | None = None) -> QuantizedKV:
+                pool: int | None = None, tail: bool = False) -> QuantizedKV:
     """Quantize k and v once for any number of calls ``attn(q, kv)``: cross-attention, cached conditioning, several
     steps of a sampler.
 
@@ -90,7 +96,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     result holds, per key, kv head and channel: 2 bytes with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 bytes with f16
     P·V, half a byte less with 4-bit K. Keys are padded to whole tiles, channels to 64, 128 or 256. Each tile has 128
     bytes more, each channel of a kv head 12, and each key 8 where there is a key mask. Where q is smoothed, as at 4
-    bits by default, the result also keeps a copy of k. Later writes to k, v and key_mask do not reach it.
+    bits by default, the result also keeps a copy of k. With `pool` each channel of a block of keys has one
+    byte more, with `tail` ten. Later writes to k, v and key_mask do not reach it.
 
     CPU tensors are kept in float32: the emulation quantizes them in every call.
 
@@ -104,6 +111,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
         pool: keep the means of blocks of so many keys too, a multiple of 64, for calls that choose among them
             (``attn(q, kv, sparse=...)``, whose blocks have as many keys). Not with `key_mask`. None: no such
             calls.
+        tail: with `pool`, keep the means of the values, too, for calls with ``Sparse(..., tail=True)``.
 
     Raises:
         ArgumentError, UnsupportedError, CubinError, LaunchError: as :func:`sage_aot.attn`.
@@ -124,6 +132,9 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
         raise ArgumentError("pool: expected None with a key_mask, since calls with a QuantizedKV that has one choose "
                             f"no blocks, got {pool!r}; leave the key mask out, and pass attn_mask=key_mask[:, None, "
                             f"None] to attn")
+    if not isinstance(tail, bool) or tail and pool is None:
+        raise ArgumentError(f"tail: expected True or False, and False without pool, got {tail!r}; pass pool, the keys "
+                            f"of a block")
     if is_transformed():
         check_no_derivative(k=k, v=v)
     asked = Asked(False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)
@@ -133,7 +144,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
     arch, quantizer, *resolved = kernels_for_kv(data.device, least_headdim(headdim), *given)
     return QuantizedKV((batch, heads, keys, headdim), copied.dtype, arch, quantizer, key_mask is not None,
                        Options(*resolved), data, copied if copied.dim() == 4 else None,
-                       None if pool is None else pooled_of("k", k, pool, True, False, layout, "pool"))
+                       None if pool is None else pooled_of("k", k, pool, True, tail, layout, "pool"),
+                       pooled_of("v", v, pool, False, True, layout, "pool") if tail else None)
 
 
 def check_not_with_sequences(k: object) -> None:

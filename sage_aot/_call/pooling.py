@@ -45,6 +45,11 @@ class PooledBlocks:
     def device(self) -> torch.device:
         return self._data.device
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of this object."""
+        return (self._data,) if self.means is None else (self._data, self.means)
+
     def __repr__(self) -> str:
         return f"PooledBlocks({list(self.shape)} {self.dtype} on {self.device}, blocks of {self.block_rows})"
 

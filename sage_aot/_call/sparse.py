@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from sage_aot._call.forms import Result, attend, call_of_attn, check_qkv, copied_to, options_of
-from sage_aot._call.kv import QuantizedKV
+from sage_aot._call.kv import QuantizedKV, asked_with
 from sage_aot._call.masks import BlockMask, masks_of_call, shown_alone
 from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_of_caller
 from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
-from sage_aot._problem.arguments import block_sizes_of
+from sage_aot._problem.arguments import block_sizes_of, check_tensors_are
 from sage_aot._problem.derivatives import check_no_derivative, is_transformed
 from sage_aot._problem.options import Asked, for_schema, for_tracer
 from sage_aot._problem.problem import heads_first, holds
@@ -76,10 +76,8 @@ class Sparse:
         later steps or layers as ``attn(..., block_mask=...)``. With `tail` a last block that has fewer keys than the
         others is chosen in any case, since its mean would have another weight."""
         dense_keys = ends_of("dense_keys", self.dense_keys)
-        if self.tail:
-            keys = heads_first(k, layout).shape[2] if isinstance(k, torch.Tensor) else k.shape[2]
-            if not holds(keys % block_sizes_of(self.block_size)[1] == 0):
-                dense_keys = dense_keys[0], max(dense_keys[1], 1)
+        if self.tail and not holds(_keys_of(k, layout) % block_sizes_of(self.block_size)[1] == 0):
+            dense_keys = dense_keys[0], max(dense_keys[1], 1)
         return select_blocks(q, k, keep=self.keep, mass=self.mass, tau=self.tau, block_size=self.block_size,
                              first=self.first, near=self.near, least_alike=self.least_alike, dense_keys=dense_keys,
                              dense_queries=self.dense_queries, is_causal=is_causal, scale=scale, layout=layout)
@@ -94,9 +92,12 @@ def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: d
         optional = optional | {"key_mask": key_mask, "attn_mask": attn_mask}
     if optional["key_mask"] is not None:
         k, v = shown_alone(k, v, optional["key_mask"], asked.layout)
-    if sparse.tail:
+    if sparse.tail and isinstance(k, QuantizedKV):
+        check_tensors_are(q=q)
+        asked = asked_with(k, v, asked)
+    elif sparse.tail:
         check_qkv(q, k, v)
-    if sparse.tail and not holds(q.numel() == 0) and not holds(k.numel() == 0):
+    if sparse.tail and not holds(q.numel() == 0) and not holds(_is_empty(k)):
         return _with_tail(q, k, v, asked, sparse, optional, out, return_lse)
     blocks = sparse.select(q, k, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
     return _attend(q, k, v, asked, optional | {"block_mask": blocks}, out, return_lse)
@@ -149,9 +150,9 @@ def _check_tail(k: Any, asked: Asked, optional: dict[str, Any], sparse: Sparse) 
     if hidden:
         raise ArgumentError(f"{hidden[0]}: expected None where the tail of blocks counts, whose means have a part of "
                             f"each key, got one; pass Sparse(..., tail=False)")
-    if isinstance(k, QuantizedKV):
-        raise ArgumentError("k: expected a tensor where the tail of blocks counts, got a QuantizedKV; pass k and v, or "
-                            "Sparse(..., tail=False)")
+    if isinstance(k, QuantizedKV) and k.pooled_v is None:
+        raise ArgumentError("k: expected a QuantizedKV with the means of its blocks of keys and values where the tail "
+                            "of blocks counts, got one without; make it by quantize_kv(k, v, pool=..., tail=True)")
     if asked.is_causal and sparse.near < 1:
         raise ArgumentError("near: expected 1 or more where the tail of blocks counts in a causal call, so that no "
                             "mean has keys behind a query, got 0")
@@ -163,12 +164,11 @@ def _with_tail(q: Any, k: Any, v: Any, asked: Asked, sparse: Sparse, optional: d
     if is_transformed():
         check_no_derivative(out=out)  # of other tensors the calls below ask
     block_q, block_k = block_sizes_of(sparse.block_size)
-    pooled = pooled_of("k", k, block_k, True, True, asked.layout)
-    of_values = pooled_of("v", v, block_k, False, True, asked.layout).means
+    pooled, of_values = _pooled_pair(k, v, block_k, asked.layout)
     blocks = sparse.select(q, pooled, is_causal=asked.is_causal, scale=asked.scale, layout=asked.layout)
     seen, lse = _attend(q, k, v, asked, optional | {"block_mask": blocks}, None, True)  # not to `out`, which may be q
-    assert pooled.means is not None and of_values is not None
-    means = pooled.means.to(q.dtype), of_values.to(q.dtype)
+    assert pooled.means is not None and of_values.means is not None
+    means = pooled.means.to(q.dtype), of_values.means.to(q.dtype)
     tail, of_tail = _over_means(heads_first(q, asked.layout), means, _tail_of(blocks, q, k, asked), block_q,
                                 _of_means(asked), seen.dtype)
     of_tail = of_tail + math.log(block_k)
@@ -178,19 +178,35 @@ def _with_tail(q: Any, k: Any, v: Any, asked: Asked, sparse: Sparse, optional: d
     return made if out is None else copied_to(out, seen, made)
 
 
+def _pooled_pair(k: Any, v: Any, block: int, layout: str) -> tuple[PooledBlocks, PooledBlocks]:
+    """The means of the blocks of k and of v, those of a QuantizedKV where k is one."""
+    if not isinstance(k, QuantizedKV):
+        return pooled_of("k", k, block, True, True, layout), pooled_of("v", v, block, False, True, layout)
+    assert k.pooled_v is not None
+    return pooled_keys(k, block, layout), k.pooled_v
+
+
+def _keys_of(k: torch.Tensor | PooledBlocks | QuantizedKV, layout: str) -> int:
+    return heads_first(k, layout).shape[2] if isinstance(k, torch.Tensor) else k.shape[2]
+
+
+def _is_empty(k: torch.Tensor | QuantizedKV) -> bool:
+    return k.numel() == 0 if isinstance(k, torch.Tensor) else 0 in k.shape
+
+
 def _of_means(asked: Asked) -> Asked:
     """The options of the attention over means, which no mask of the call concerns."""
     return asked.heads_first()._replace(is_causal=False)
 
 
-def _tail_of(blocks: BlockMask, q: torch.Tensor, k: torch.Tensor, asked: Asked) -> torch.Tensor:
+def _tail_of(blocks: BlockMask, q: torch.Tensor, k: torch.Tensor | QuantizedKV, asked: Asked) -> torch.Tensor:
     """The blocks that the tail has: bool [batch, q heads, query blocks, key blocks]."""
     block_q, block_k = blocks.block_size
     rows, columns = block_q // MASK_BLOCK, block_k // MASK_BLOCK
     unseen = ~blocks.blocks[:, :, ::rows, ::columns]
     if not asked.is_causal:
         return unseen
-    queries, keys = (heads_first(x, asked.layout).shape[2] for x in (q, k))
+    queries, keys = (_keys_of(x, asked.layout) for x in (q, k))
     first_query = torch.arange(unseen.shape[2], device=q.device) * block_q
     last_key = torch.arange(1, unseen.shape[3] + 1, device=q.device) * block_k - 1
     return unseen & (last_key <= first_query[:, None] + keys - queries)

@@ -257,7 +257,7 @@ def as_choosing(case: Case) -> Case:
     case = dataclasses.replace(case, lengths="one", blocks="none")
     if case.sparse != "tail":
         return case
-    return dataclasses.replace(case, mask_kind="none", elements="none", window=None, stored=False,
+    return dataclasses.replace(case, mask_kind="none", elements="none", window=None,
                                planted="none" if case.planted.startswith("k") else case.planted)
 
 

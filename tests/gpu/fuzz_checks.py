@@ -319,7 +319,8 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
         own["attn_mask"] = of_keys if attn_mask is None else attn_mask & of_keys
         key_mask = None
     pool = None if inputs.sparse is None else sizes_of(inputs.sparse.block_size)[1]
-    kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=case.layout, pool=pool, **others)
+    kv = sage_aot.quantize_kv(k, v, key_mask=key_mask, layout=case.layout, pool=pool, tail=case.sparse == "tail",
+                              **others)
     if (refusal := sage_aot.supports(inputs.q, kv, **own)) is not None:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
     returned = sage_aot.attn(inputs.q, kv, **own)

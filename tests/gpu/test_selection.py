@@ -73,19 +73,28 @@ def test_long_selections_keep_their_promises(name):
     assert failures(case, q, k, masks[0]) == []
 
 
-def test_a_captured_selection_follows_the_tensors():
-    q, k, v = torch.randn(3, 1, 4, 2048, 128, device="cuda").bfloat16()
-    sparse = Sparse(keep=(0.25, 0.5, 0.125, 1.0))
-    sage_aot.attn(q, k, v, sparse=sparse)
+@pytest.mark.parametrize("is_stored", [False, True], ids=["tensors", "quantized keys"])
+@pytest.mark.parametrize("sparse", [
+    Sparse(keep=(0.25, 0.5, 0.125, 1.0)), Sparse(mass=0.4), Sparse(tau=(1.0, 0.5, 2.0, 0.0), least_alike=0.1),
+    Sparse(keep=0.25, dense_keys=(77, 20), dense_queries=(0, 30)), Sparse(keep=0.25, tail=True),
+    Sparse(mass=0.4, tail=True)], ids=str)
+def test_a_captured_selection_follows_the_tensors(sparse, is_stored):
+    q, k, v = torch.randn(3, 1, 4, 2000, 128, device="cuda").bfloat16()
+
+    def call():
+        keys = (sage_aot.quantize_kv(k, v, pool=128, tail=sparse.tail),) if is_stored else (k, v)
+        return sage_aot.attn(q, *keys, sparse=sparse)
+
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sage_aot.attn(q, k, v, sparse=sparse)
+        out = call()
     for seed in range(2):
         torch.manual_seed(seed)
         for x in (q, k, v):
             x.normal_()
         graph.replay()
-        assert torch.equal(out, sage_aot.attn(q, k, v, sparse=sparse))
+        assert torch.equal(out, call())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -109,9 +118,10 @@ def test_a_call_that_chooses_is_the_call_with_the_blocks_that_it_chose():
     blocks = sparse.select(q, k, is_causal=True)
     assert torch.equal(sage_aot.attn(q, k, v, is_causal=True, sparse=sparse),
                        sage_aot.attn(q, k, v, is_causal=True, block_mask=blocks))
-    kv = sage_aot.quantize_kv(k, v, pool=64)
-    assert torch.equal(sage_aot.attn(q, kv, is_causal=True, sparse=sparse),
-                       sage_aot.attn(q, k, v, is_causal=True, sparse=sparse))
+    kv = sage_aot.quantize_kv(k, v, pool=64, tail=True)
+    for sparse in (sparse, Sparse(mass=0.5, block_size=64, tail=True)):
+        assert torch.equal(sage_aot.attn(q, kv, is_causal=True, sparse=sparse),
+                           sage_aot.attn(q, k, v, is_causal=True, sparse=sparse))
 
 
 def test_other_archs_kernels_choose_alike():

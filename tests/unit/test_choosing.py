@@ -187,6 +187,27 @@ def test_a_call_that_chooses_writes_to_out_and_takes_sinks_a_key_mask_and_quanti
     assert torch.equal(sage_aot.attn(q, kv, sparse=KEEP), sage_aot.attn(q, k, v, sparse=KEEP))
 
 
+@pytest.mark.parametrize("options", [{}, {"smooth_v": True}, {"smooth_q": True, "p": "exp2"}], ids=str)
+@pytest.mark.parametrize(("layout", "is_causal"), [("HND", False), ("NHD", True)])
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+def test_a_tail_of_quantized_keys_is_that_of_the_tensors(arch, layout, is_causal, options, monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    q, k, v = qkv(layout=layout)
+    own = {"sparse": Sparse(keep=0.25, tail=True, block_size=64), "layout": layout, "is_causal": is_causal,
+           "return_lse": True}
+    kv = sage_aot.quantize_kv(k, v, layout=layout, pool=64, tail=True, **options)
+    found, expected = sage_aot.attn(q, kv, **own), sage_aot.attn(q, k, v, **own, **options)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert sage_aot.supports(q, kv, **own) is None
+    without = sage_aot.quantize_kv(k, v, layout=layout, pool=64, **options)
+    blocks = 2 * 2 * 8 * 64  # batch, kv heads, blocks of keys, channels
+    assert kv.nbytes - without.nbytes >= (4 + 4 + 1) * blocks  # means of keys and of values, and these in 8 bits
+    in_flight: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: in_flight.append(tensor.nbytes))
+    kv.record_stream(None)
+    assert sum(in_flight) == kv.nbytes
+
+
 @pytest.mark.parametrize("sizes", [{}, {"queries": 512, "keys": 512}, {"queries": 90, "keys": 200}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"layout": "NHD"}, {"scale": 0.3},
                                      {"sinks": torch.linspace(-1, 4, 4)}], ids=str)
@@ -327,8 +348,15 @@ def test_supports_answers_for_calls_that_choose():
     assert "got one without" in sage_aot.supports(q, sage_aot.quantize_kv(k, v), sparse=KEEP)
     kv = sage_aot.quantize_kv(k, v, pool=64)
     assert sage_aot.supports(q, kv, sparse=KEEP) is None
-    with pytest.raises(ArgumentError, match="k: expected a tensor where the tail of blocks counts, got a QuantizedKV"):
-        sage_aot.attn(q, kv, sparse=Sparse(keep=0.5, tail=True))
+    with pytest.raises(ArgumentError, match=r"got one without; make it by quantize_kv\(k, v, pool=..., tail=True\)"):
+        sage_aot.attn(q, kv, sparse=Sparse(keep=0.5, tail=True, block_size=64))
+    kv, tail = sage_aot.quantize_kv(k, v, pool=64, tail=True), Sparse(keep=0.5, tail=True)
+    message = "block_size: expected the 64 keys of a block that k was pooled with, got 128"
+    assert message in sage_aot.supports(q, kv, sparse=tail)
+    with pytest.raises(ArgumentError, match=message):
+        sage_aot.attn(q, kv, sparse=tail)
+    with pytest.raises(ArgumentError, match="v: expected None with a QuantizedKV"):
+        sage_aot.attn(q, kv, v, sparse=Sparse(keep=0.5, tail=True, block_size=64))
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -368,6 +396,9 @@ def test_one_graph_for_a_call_that_chooses(tail, monkeypatch):
     q, k, v = qkv(256, 256)
     sparse = Sparse(keep=0.4, tail=tail)
     compiled = torch.compile(lambda *tensors: sage_aot.attn(*tensors, sparse=sparse), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), sage_aot.attn(q, k, v, sparse=sparse))
+    compiled = torch.compile(lambda q, k, v: sage_aot.attn(q, sage_aot.quantize_kv(k, v, pool=128, tail=tail),
+                                                           sparse=sparse), backend="eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v), sage_aot.attn(q, k, v, sparse=sparse))
 
 
@@ -489,6 +520,8 @@ def test_bands_narrow_with_the_distance_of_frames(frames, tokens, width, first):
     (lambda: radial_bands(4, 100, width=math.nan), "width: expected a number above 0, got nan"),
     (lambda: pool_blocks(qkv()[1], (64, 128)), "block_rows: expected one number of rows"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected multiples of 64"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], tail=True), "tail: expected True or False, and False without pool"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, tail=1), "tail: expected True or False, .* got 1"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, key_mask=torch.ones(1, 1, dtype=torch.bool)),
      "pool: expected None with a key_mask"),
     (lambda: radial_bands(0, 100), "frames: expected a positive integer, got 0"),

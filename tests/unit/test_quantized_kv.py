@@ -361,5 +361,5 @@ def test_every_option_belongs_to_one_of_the_two_calls():
     from sage_aot._call.kv import OF_CALL
 
     parameters = inspect.signature(sage_aot.quantize_kv).parameters
-    assert set(OPTIONS) - set(OF_CALL) == set(parameters) - {"k", "v", "key_mask", "layout", "pool"}
+    assert set(OPTIONS) - set(OF_CALL) == set(parameters) - {"k", "v", "key_mask", "layout", "pool", "tail"}
     assert all(parameters[name].default == OPTIONS[name].default for name in set(OPTIONS) & set(parameters))
