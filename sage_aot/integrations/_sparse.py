@@ -11,9 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from sage_aot._call.kv import QuantizedKV
+from sage_aot._call.masks import BlockMask
+from sage_aot._call.pooling import PooledBlocks
 from sage_aot._call.selection import ends_of
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.options import integer_of
+from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
 
 Ends = int | tuple[int, int]
@@ -54,13 +60,13 @@ class Sparsely:
                                 f"{', '.join(map(repr, unknown))}; take those of this model")
 
     def of_layers(self, names: Sequence[str]) -> dict[str, Sparse]:
-        """Choices of the attention modules of a model that are not dense, by their names. `names`: of those that may be
-        sparse, in the order of the model."""
+        """Choices of the attention modules of a model that are not dense, by their names, without the text. `names`: of
+        those that may be sparse, in the order of the model."""
         layers = list(dict.fromkeys(map(_layer_of, names)))
         first, last = ends_of("dense_layers", self.dense_layers)
         dense = {*layers[:first], *layers[max(0, len(layers) - last):]}
         found = {name: self.sparse.get(name) if isinstance(self.sparse, Mapping) else self.sparse for name in names}
-        return {name: self.with_text(sparse) for name, sparse in found.items()
+        return {name: sparse for name, sparse in found.items()
                 if sparse is not None and _layer_of(name) not in dense}
 
     def with_text(self, sparse: Sparse) -> Sparse:
@@ -71,6 +77,58 @@ class Sparsely:
         ends: dict[str, Any] = {name: tuple(map(max, ends_of(name, getattr(sparse, name)), text))
                                 for name in ("dense_keys", "dense_queries")}
         return replace(sparse, **ends)
+
+
+@dataclass(frozen=True)
+class SharedSparse(Sparse):
+    """Choice for a sequence whose text lies in several places, as processes that share it have it: each has a part of
+    the text next to its part of all else."""
+
+    text: tuple[tuple[int, int], ...] = ()
+    """(begin, end) of the text's tokens, which stay dense as keys and as queries."""
+
+    def select(self, q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV, *, is_causal: bool = False,
+               scale: float | None = None, layout: str = "HND") -> BlockMask:
+        return with_dense(super().select(q, k, is_causal=is_causal, scale=scale, layout=layout), self.text, self.text)
+
+
+def with_dense(mask: BlockMask, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]]) -> BlockMask:
+    """Let these queries see every block, and every query see the blocks of these keys. Both are spans, (begin, end)."""
+    seen = mask.blocks.clone()
+    block_q, block_k = mask.block_size
+    for begin, end in queries:
+        seen[:, :, _of_blocks(begin, end, block_q)] = True
+    for begin, end in keys:
+        seen[:, :, :, _of_blocks(begin, end, block_k)] = True
+    return replace(mask, blocks=seen)
+
+
+def _of_blocks(begin: int, end: int, block: int) -> slice:
+    """The entries of a mask that have one of these tokens, all of their blocks."""
+    entries = block // MASK_BLOCK
+    return slice(begin // block * entries, -(-end // block) * entries)
+
+
+def text_of_shares(text: tuple[int, int], tokens: int, shares: int) -> list[tuple[int, int, int]]:
+    """For each share of a sequence the number of its tokens, and how many first and last ones are text.
+
+    The first text, the last text and what lies between them are each split among the shares, as evenly as
+    torch.tensor_split does.
+    """
+    first = min(text[0], tokens)
+    last = min(text[1], tokens - first)
+    parts = ([count // shares + (index < count % shares) for index in range(shares)]
+             for count in (first, tokens - first - last, last))
+    return [(of_first + between + of_last, of_first, of_last) for of_first, between, of_last in zip(*parts)]
+
+
+def spans_of_text(shares: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
+    """(begin, end) of the text of such shares, which follow each other."""
+    spans, begin = [], 0
+    for tokens, first, last in shares:
+        spans += [(begin, begin + first), (begin + tokens - last, begin + tokens)]
+        begin += tokens
+    return tuple((begin, end) for begin, end in spans if begin < end)
 
 
 def _layer_of(name: str) -> str:

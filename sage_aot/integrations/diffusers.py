@@ -25,13 +25,22 @@ from typing import Any
 import torch
 
 from sage_aot._call.masks import BlockMask
+from sage_aot._call.selection import ends_of
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.selection import CHOOSE_BY
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations._routes import is_small
 from sage_aot.integrations._rules import HostCall, blocks_of, check_gpu
 from sage_aot.integrations._serve import attend, by_host, serve_with_lse
-from sage_aot.integrations._sparse import Ends, Sparsely, Steps
+from sage_aot.integrations._sparse import (
+    Ends,
+    SharedSparse,
+    Sparsely,
+    Steps,
+    spans_of_text,
+    text_of_shares,
+    with_dense,
+)
 from sage_aot.integrations.distributed import ring_blocks
 from sage_aot.integrations.torch import is_torchs_sdpa, replace_sdpa, sparse_sdpa
 
@@ -78,17 +87,21 @@ def _member(name: str, function: Callable[..., Any]) -> dispatch.AttentionBacken
 
 
 @cache
-def _sparse_backend(sparse: Sparse) -> dispatch.AttentionBackendName:
+def _sparse_backend(sparse: Sparse, text: tuple[int, int] = (0, 0),
+                    is_split: bool = False) -> dispatch.AttentionBackendName:
     """A backend whose long calls of tokens to themselves are sparse. diffusers finds it by the member, and does not
     list it. A layer's setting is a backend because compiled code keeps a guard on that, and none on its numbers, which
-    would become symbols where layers differ in them."""
+    would become symbols where layers differ in them. `is_split`: processes that share a sequence split its text apart
+    from the other tokens."""
     def sparse_attention(*args: Any, **kwargs: Any) -> Any:
         return attention(*args, **{**kwargs, "backend": member})
 
     sparse_attention.__signature__ = inspect.signature(attention)  # type: ignore[attr-defined]
-    member = _member(f"{NAME}, {sparse}", sparse_attention)
-    member.sparse = tuple(getattr(sparse, each.name) for each in fields(Sparse))
-    member.__reduce_ex__ = lambda protocol: (_sparse_backend, (sparse,))
+    member = _member(f"{NAME}, {sparse}, {text}, {is_split}", sparse_attention)
+    with_text = Sparsely(sparse, text_tokens=text).with_text(sparse)
+    member.sparse = tuple(getattr(with_text, each.name) for each in fields(Sparse))
+    member.shared = (sparse, text) if is_split else (with_text, None)
+    member.__reduce_ex__ = lambda protocol: (_sparse_backend, (sparse, text, is_split))
     return member
 
 
@@ -205,7 +218,7 @@ def enable(target: ModelMixin | DiffusionPipeline, *, sparse: Sparse | Mapping[s
         steps: num_inference_steps, by which the last steps are known.
         text_tokens: so many first tokens, or (first, last), are text, which stays dense as keys and as queries. Flux,
             Qwen-Image and CogVideoX have their text first, HunyuanVideo and SD3 last; Wan and LTX have none in the same
-            sequence.
+            sequence. Where processes share a sequence, each has a part of the text, which is found by this number.
 
     Raises:
         ArgumentError: `target` is neither, it has no attention modules, or an argument is not of this form.
@@ -224,7 +237,10 @@ def enable(target: ModelMixin | DiffusionPipeline, *, sparse: Sparse | Mapping[s
     for model, modules in free.items():
         if modules:
             _serve_model(model, [module.processor for module in modules.values()], backend)
-            _choose_blocks(model, {modules[name]: one for name, one in layers[model].items()}, backend, counted)
+            text = (0, 0) if sparsely is None else ends_of("text_tokens", sparsely.text_tokens)
+            chosen = {modules[name]: _sparse_backend(one, text, _splits_text(model))
+                      for name, one in layers[model].items()}
+            _choose_blocks(model, chosen, backend, counted)
     return sum(map(len, free.values()))
 
 
@@ -345,18 +361,25 @@ def _may_be_sparse(modules: dict[str, Any]) -> list[str]:
             if not getattr(module, "is_cross_attention", False) and not _OF_TEXT.search(name)]
 
 
-def _choose_blocks(model: ModelMixin, layers: dict[Any, Sparse], backend: Any, steps: Steps | None) -> None:
-    """Make these attention modules of a model sparse, and its others dense."""
+def _splits_text(model: ModelMixin) -> bool:
+    """True where diffusers' context parallelism gives each process a part of a model's text next to its part of the
+    image, and not a part of the two in one sequence."""
+    plan = getattr(model, "_cp_plan", None) or {}
+    return any("encoder_hidden_states" in split for split in plan.values() if isinstance(split, dict))
+
+
+def _choose_blocks(model: ModelMixin, layers: dict[Any, Any], backend: Any, steps: Steps | None) -> None:
+    """Give these attention modules of a model their sparse backends, and its others the dense one."""
     before: _Before = vars(model)[_STATE]
     _forget_blocks(before)
     for module, sparse in layers.items():
         if hasattr(module.processor, "_attention_backend"):
-            before.chosen.append((module.processor, "_attention_backend", _sparse_backend(sparse), backend))
+            before.chosen.append((module.processor, "_attention_backend", sparse, backend))
         else:
             kind: Any = type(module)
             before.modules.append((module, kind))
             module.__class__ = _sparse_kind(kind)
-            before.chosen.append((module, _BACKEND, _sparse_backend(sparse), None))
+            before.chosen.append((module, _BACKEND, sparse, None))
     before.steps = steps if layers else None
     _set_blocks(before, is_dense=False)
     _set_kind(model, before)
@@ -401,7 +424,8 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
     sparse one that is called in the place of this."""
     sparse = _sparse_of(backend)
     if _parallel_config is not None:
-        forward = _forward if sparse is None else _SharedForward(sparse, _parallel_config.context_parallel_config)
+        forward = _forward if sparse is None else _SharedForward(*backend.shared,
+                                                                 _parallel_config.context_parallel_config)
         return dispatch._templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, forward_op=forward,
             backward_op=dispatch._native_attention_backward_op, _parallel_config=_parallel_config)
@@ -431,19 +455,25 @@ def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 class _SharedForward:
     """:func:`_forward` of one sparse call that processes share. Of Ulysses each has whole sequences of some heads; in a
-    ring the blocks of all keys are chosen in the first step, and each step gets those of its share."""
+    ring the blocks of all keys are chosen in the first step, and each step gets those of its share. `text`: the first
+    and last tokens of the model's sequence that are text, of which each process has a part; None where the sequence is
+    the model's own, in the order of the processes."""
 
-    def __init__(self, sparse: Sparse, shared: Any) -> None:
-        if any(ends not in (0, (0, 0)) for ends in (sparse.dense_keys, sparse.dense_queries)):
-            raise UnsupportedError(f"text_tokens, dense_keys, dense_queries: expected none where processes share a "
-                                   f"sequence, whose text each has a part of, got {sparse.dense_keys} and "
-                                   f"{sparse.dense_queries}; leave them out, or the context parallelism")
-        self.sparse, self.shared = sparse, shared
+    def __init__(self, sparse: Sparse, text: tuple[int, int] | None, shared: Any) -> None:
+        ends = sparse.dense_keys, sparse.dense_queries
+        if text is not None and any(end not in (0, (0, 0)) for end in ends):
+            raise UnsupportedError(f"dense_keys, dense_queries: expected none where processes share a sequence, whose "
+                                   f"text and image are split apart, got {ends[0]} and {ends[1]}; pass what is text as "
+                                   f"text_tokens")
+        self.sparse, self.text, self.shared = sparse, text, shared
         self.of_steps: Iterator[BlockMask | None] | None = None
 
     def __call__(self, ctx: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, **named: Any) -> Any:
         sparse = self._of_heads(query.size(2))
         if self.shared.ring_degree == 1:
+            if self.text is not None:
+                text = spans_of_text(text_of_shares(self.text, key.size(1), self.shared.ulysses_degree))
+                sparse = SharedSparse(*(getattr(sparse, each.name) for each in fields(Sparse)), text=text)
             return _forward(ctx, query, key, *others, **{**named, "blocks": sparse})
         if self.of_steps is None:
             self.of_steps = iter(self._of_ring(sparse, query, key, *others))
@@ -468,8 +498,13 @@ class _SharedForward:
         call = HostCall(whole, whole, whole, attn_mask, is_causal, layout="NHD", blocks=sparse)
         if query.size(1) != key.size(1) or attn_mask is not None or blocks_of(call) is None:
             return [None] * degree
-        shares = ring_blocks(query, key, sparse, group, lengths=lengths, scale=scale, layout="NHD")
-        return [shares[(rank + step) % degree] for step in range(degree)]
+        masks = ring_blocks(query, key, sparse, group, lengths=lengths, scale=scale, layout="NHD")
+        if self.text is not None:
+            each = self.shared.ulysses_degree
+            shares = text_of_shares(self.text, sum(lengths), degree * each)
+            text = [spans_of_text(shares[begin: begin + each]) for begin in range(0, len(shares), each)]
+            masks = [with_dense(mask, text[rank], of_keys) for mask, of_keys in zip(masks, text)]
+        return [masks[(rank + step) % degree] for step in range(degree)]
 
 
 def _with_lse(call: HostCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -119,9 +119,9 @@ def test_a_call_that_chooses_is_the_call_with_the_blocks_that_it_chose():
     assert torch.equal(sage_aot.attn(q, k, v, is_causal=True, sparse=sparse),
                        sage_aot.attn(q, k, v, is_causal=True, block_mask=blocks))
     kv = sage_aot.quantize_kv(k, v, pool=64, tail=True)
-    for sparse in (sparse, Sparse(mass=0.5, block_size=64, tail=True)):
-        assert torch.equal(sage_aot.attn(q, kv, is_causal=True, sparse=sparse),
-                           sage_aot.attn(q, k, v, is_causal=True, sparse=sparse))
+    for choice in (sparse, Sparse(mass=0.5, block_size=64, tail=True)):
+        assert torch.equal(sage_aot.attn(q, kv, is_causal=True, sparse=choice),
+                           sage_aot.attn(q, k, v, is_causal=True, sparse=choice))
 
 
 def test_other_archs_kernels_choose_alike():

@@ -47,3 +47,11 @@ def chosen_by(sparse, q, k):
         best = order[:, head, :, : math.ceil(round(share * len(column), 6))]
         seen[:, head] = torch.zeros_like(seen[:, head]).scatter(-1, best, True) | kept
     return seen.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :tokens, :tokens]
+
+
+def with_dense_blocks(mask, is_dense):
+    """A mask [batch, heads, queries, keys] of as many tokens, in which blocks that have one of these tokens, bool
+    [tokens], are seen, and see all."""
+    blocks = torch.stack([part.any() for part in is_dense.split(BLOCK)])
+    tokens = blocks.repeat_interleave(BLOCK)[: len(is_dense)]
+    return mask | tokens | tokens[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from blocks import chosen_by
+from blocks import chosen_by, with_dense_blocks
 
 from sage_aot.integrations import report
 
@@ -32,7 +32,11 @@ def attention(q, k, v, *, key_mask=None, sinks=None, attn_mask=None, is_causal=F
     if attn_mask is not None:
         seen = seen & attn_mask
     if sparse is not None:
-        seen = seen & chosen_by(sparse, q, k)
+        chosen = chosen_by(sparse, q, k)
+        is_text = torch.zeros(k.shape[2], dtype=torch.bool)
+        for begin, end in getattr(sparse, "text", ()):  # of the adapter of diffusers
+            is_text[begin:end] = True
+        seen = seen & with_dense_blocks(chosen, is_text)
     if block_mask is not None:
         seen = seen & block_mask.blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[
             :, :, :q.shape[2], :k.shape[2]]

@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from blocks import chosen_by, clear
+from blocks import chosen_by, clear, with_dense_blocks
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from exact import attention
-from test_diffusers import draw, wan
+from test_diffusers import draw, long, model, wan
 from torch.distributed.tensor.experimental import _attention
 from yunchang.kernels import AttnType
 from yunchang.ring.ring_flash_attn import ring_flash_attn_forward
@@ -64,6 +64,9 @@ def main() -> None:
             print(json.dumps({"way": name, "exact": (exact - expected).abs().max().item(), "report": counts,
                               "kernels": ((found - expected).norm() / expected.norm()).item()}), flush=True)
         sparse_calls(name, shared._parallel_config)
+        sparse_calls(name, shared._parallel_config, text=(257 if "any" in name else 258, 2))
+        for of_text in ("flux", "qwen image"):
+            text_of_model(name, of_text, config)
     rings()
     masks_of_shares()
     dist.barrier()
@@ -74,24 +77,69 @@ def main() -> None:
 SPARSE = Sparse(keep=(0.25, 0.5))
 
 
-def sparse_calls(name: str, config: Any) -> None:
-    """A call of 16 blocks of which each process has half of the tokens, or of 15 and one row, unevenly."""
-    q, k, v = clear(layout="NHD", last=1 if "any" in name else 128)
+def sparse_calls(name: str, config: Any, text: tuple[int, int] | None = None) -> None:
+    """A call of 16 blocks of which each process has half of the tokens, or of 15 and one row, unevenly. With text, each
+    has a part of what is first, a part of the rest and a part of what is last: 15 blocks and 127 rows, unevenly."""
+    q, k, v = clear(layout="NHD", last=128 if "any" not in name else 1 if text is None else 127)
     cut = [8 * 128, q.shape[1] - 8 * 128]
     own = [x.split(cut, 1)[dist.get_rank()] for x in (q, k, v)]
     mask = chosen_by(SPARSE, *(x.transpose(1, 2) for x in (q, k)))
+    backend = integration._sparse_backend(SPARSE)
+    if text is not None:
+        backend = integration._sparse_backend(SPARSE, text, is_split=True)
+        labels = torch.tensor([True, False, True]).repeat_interleave(torch.tensor([
+            text[0], q.shape[1] - sum(text), text[1]])).split([text[0], q.shape[1] - sum(text), text[1]])
+        mask = with_dense_blocks(mask, torch.cat([part.tensor_split(2)[rank] for rank in range(2) for part in labels]))
     expected = attention(q, k, v, attn_mask=mask, layout="NHD").split(cut, 1)[dist.get_rank()]
     with use(Policy("possible")), torch.no_grad():
         with mock.patch.object(_serve, "attn", attention):
             reset_report()
-            exact = dispatch_attention_fn(*own, backend=integration._sparse_backend(SPARSE), parallel_config=config)
+            exact = dispatch_attention_fn(*own, backend=backend, parallel_config=config)
             counts = report()
-        found = dispatch_attention_fn(*own, backend=integration._sparse_backend(SPARSE), parallel_config=config)
+        found = dispatch_attention_fn(*own, backend=backend, parallel_config=config)
     difference = (exact - expected).abs().max()
     dist.all_reduce(difference, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(json.dumps({"sparse": name, "exact": difference.item(), "report": counts,
+        print(json.dumps({"sparse": name if text is None else f"{name}, text", "exact": difference.item(),
+                          "report": counts, "seen": mask.float().mean().item(),
                           "kernels": ((found - expected).norm() / expected.norm()).item()}), flush=True)
+
+
+def text_of_model(way: str, name: str, config: dict[str, Any]) -> None:
+    """The queries that see all blocks of a sparse model are those of its text: of those that differ where the text
+    does, in the first layer. "exact" counts the blocks of which that is not so."""
+    made, inputs, _ = long(name)
+    if name == "qwen image":
+        made = model("QwenImageTransformer2DModel", **{**dict(made.config), "num_attention_heads": 2})
+        del inputs["encoder_hidden_states_mask"]  # with which a ring is dense
+    batch, _, channels = inputs["encoder_hidden_states"].shape
+    tokens = 151 if "any" in way else 152
+    inputs["encoder_hidden_states"] = draw(batch, tokens, channels)
+    if name == "flux":
+        inputs["txt_ids"] = torch.zeros(tokens, 3)
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+        made.enable_parallelism(config=ContextParallelConfig(**config))
+    integration.enable(made, sparse=Sparse(keep=0.1, block_size=64, first=0), text_tokens=tokens)
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def attn(q: Any, k: Any, v: Any, sparse: Any = None, block_mask: Any = None, **more: Any) -> Any:
+        if sparse is not None:
+            block_mask = sparse.select(q, k, layout="NHD")
+        if block_mask is not None:
+            calls.append((q, block_mask.blocks))
+        return attention(q, k, v, **more)
+
+    with use(Policy("possible")), torch.no_grad(), mock.patch.object(_serve, "attn", attn):
+        made(**inputs, return_dict=False)
+        (q, blocks), *_, each = calls[0], len(calls)
+        made(**{**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"] + 1}, return_dict=False)
+    differs = (q != calls[each][0]).any(3).any(2)[0]
+    of_text = torch.stack([part.any() for part in differs.split(64)])
+    wrong = torch.tensor(float((blocks.all(3).all(1)[0] != of_text).sum()))
+    dist.all_reduce(wrong)
+    if dist.get_rank() == 0:
+        print(json.dumps({"text of": name, "shared by": way, "exact": wrong.item(),
+                          "tokens": differs.sum().item()}), flush=True)
 
 
 def masks_of_shares() -> None:

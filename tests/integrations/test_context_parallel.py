@@ -22,8 +22,11 @@ def test_two_processes_compute_what_one_does():
     assert all(0 < result["kernels"] < 0.05 for result in of_models.values()), results
     of_sparse = {result["sparse"]: result for result in results if "sparse" in result}
     assert {way: result["report"] for way, result in of_sparse.items()} == {
-        way: {"sage_aot": calls, "sage_aot, sparse": calls} for way, calls in (
+        f"{way}{text}": {"sage_aot": calls, "sage_aot, sparse": calls} for text in ("", ", text") for way, calls in (
             ("ring", 2), ("ring, any length", 2), ("ulysses", 1), ("ulysses, any length", 1))}
+    assert all(result["seen"] < 0.8 for result in of_sparse.values()), results
+    texts = [(result["text of"], result["shared by"]) for result in results if "text of" in result]
+    assert sorted(texts) == sorted((name, way) for name in ("flux", "qwen image") for way in of_models)
     assert all(0 < result["kernels"] < 0.06 for result in of_sparse.values()), results
     assert 0.25 < next(result["kept"] for result in results if "masks" in result) < 0.6
     of_rings = {(result["ring"], result["is_causal"]): result["report"] for result in results if "ring" in result}

@@ -27,6 +27,7 @@ from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, _routes, _serve, report, reset_report, use  # noqa: E402
 from sage_aot.integrations import diffusers as integration  # noqa: E402
 from sage_aot.integrations._report import SLOWER  # noqa: E402
+from sage_aot.integrations._sparse import Sparsely  # noqa: E402
 from sage_aot.integrations.torch import replace_sdpa  # noqa: E402
 
 
@@ -672,7 +673,15 @@ def test_wrong_settings_change_nothing(wrong, message):
     assert "_sage_aot_before" not in vars(made)
 
 
-def test_text_under_context_parallelism_is_refused():
-    shared = SimpleNamespace(ring_degree=1, ulysses_degree=2)
-    with pytest.raises(UnsupportedError, match="text_tokens, .*: expected none where processes share a sequence"):
-        integration._SharedForward(Sparse(keep=0.25, dense_keys=(12, 0)), shared)
+@pytest.mark.parametrize("ends", [{"dense_keys": (12, 0)}, {"dense_queries": 12}])
+def test_ends_of_a_sequence_in_which_text_is_split_are_refused(ends):
+    shared, sparse = SimpleNamespace(ring_degree=1, ulysses_degree=2), Sparse(keep=0.25, **ends)
+    with pytest.raises(UnsupportedError, match="dense_keys, dense_queries: expected none .*; pass what is text as"):
+        integration._SharedForward(*integration._sparse_backend(sparse, (7, 0), is_split=True).shared, shared)
+    forward = integration._SharedForward(*integration._sparse_backend(sparse, (7, 0)).shared, shared)
+    assert forward.sparse == Sparsely(sparse, text_tokens=7).with_text(sparse)
+
+
+def test_which_models_split_their_text():
+    found = {name: integration._splits_text(MODELS[name]()[0]) for name in ("flux", "qwen image", "wan", "sd3")}
+    assert found == {"flux": True, "qwen image": True, "wan": False, "sd3": False}

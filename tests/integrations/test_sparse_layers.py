@@ -7,12 +7,12 @@ import torch
 from blocks import BLOCK, clear
 from exact import attention
 
-from sage_aot import Sparse
+from sage_aot import Sparse, block_mask
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, _serve, audit, report
 from sage_aot.integrations._rules import HostCall, blocks_of
 from sage_aot.integrations._serve import attend
-from sage_aot.integrations._sparse import Sparsely, Steps
+from sage_aot.integrations._sparse import Sparsely, Steps, spans_of_text, text_of_shares, with_dense
 
 SPARSE = Sparse(keep=0.25)
 Q, K, V = clear()
@@ -124,6 +124,34 @@ def test_text_is_dense_in_addition_to_what_is_dense_already():
     made = Sparsely(Sparse(keep=0.5, dense_keys=300, dense_queries=(0, 7)), text_tokens=(77, 20)).with_text(
         Sparse(keep=0.5, dense_keys=300, dense_queries=(0, 7)))
     assert made == Sparse(keep=0.5, dense_keys=(300, 20), dense_queries=(77, 20))
+
+
+@pytest.mark.parametrize("text", [(0, 0), (5, 0), (0, 3), (7, 2), (20, 9)])
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_the_text_of_shares(text, shares):
+    """As if torch split what is text, and what is not, of a sequence of 20 tokens."""
+    first = min(text[0], 20)
+    last = min(text[1], 20 - first)
+    parts = [torch.full((count,), is_text).tensor_split(shares)
+             for count, is_text in ((first, True), (20 - first - last, False), (last, True))]
+    whole = torch.cat([part[index] for index in range(shares) for part in parts])
+    found = text_of_shares(text, 20, shares)
+    assert [tokens for tokens, *_ in found] == [sum(map(len, each)) for each in zip(*parts)]
+    spans = spans_of_text(found)
+    tokens = torch.arange(20)
+    assert torch.equal(sum(((begin <= tokens) & (tokens < end) for begin, end in spans), torch.zeros(20).bool()), whole)
+    assert all(begin < end for begin, end in spans)
+
+
+def test_spans_take_the_blocks_that_they_touch():
+    mask = block_mask(torch.zeros(1, 1, 4, 3, dtype=torch.bool), (128, 192))
+    found = with_dense(mask, [(127, 129)], [(384, 385)])
+    expected = torch.zeros(4, 3, dtype=torch.bool)
+    expected[:2] = expected[:, 2] = True
+    assert torch.equal(found.blocks[0, 0, ::2, ::3], expected)
+    assert torch.equal(found.blocks[0, 0], expected.repeat_interleave(2, 0).repeat_interleave(3, 1))
+    assert not mask.blocks.any() and found.block_size == (128, 192)
+    assert torch.equal(with_dense(mask, [(0, 128)], []).blocks[0, 0, ::2, 0], torch.tensor([True, False, False, False]))
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
