@@ -1,10 +1,11 @@
 """A process of test_context_parallel.py: one rank of a model whose tokens or heads two processes share.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/integrations/one_rank.py
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/integrations/one_rank.py [cuda]
 
-Prints, from rank 0, a line of JSON for each way to share: the largest difference from one process with exact attention,
-for models how far the kernels' arithmetic is from it, and the report. Of sparse calls the largest difference is that
-from exact attention to the blocks that are chosen apart from the product.
+With "cuda" the sparse calls alone, by the kernels of one GPU that both processes use. Prints, from rank 0, a line of
+JSON for each way to share: the largest difference from one process with exact attention, how far the kernels'
+arithmetic is from it, and the report. Of sparse calls the largest difference is that from exact attention to the blocks
+that are chosen apart from the product.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ WAYS = {
 
 def main() -> None:
     dist.init_process_group("gloo")
+    if DEVICE == "cuda":
+        for name, config in WAYS.items():
+            for text in (None, text_for(name)):
+                sparse_calls(name, sharing(wan()[0], config)._parallel_config, text)
+        end()
     for name, config in WAYS.items():
         alone, inputs = wan()
         inputs["hidden_states"] = draw(1, 4, 2, 16, 10 if "any" in name else 16)  # 80 tokens, 40 for a rank
         with torch.no_grad():
             expected = alone(**inputs).sample
-        shared, _ = wan()
-        integration.register()
-        # diffusers divides by the number of devices, which is none here
-        with mock.patch.object(torch.accelerator, "device_count", return_value=1):
-            shared.enable_parallelism(config=ContextParallelConfig(**config))
+        shared = sharing(wan()[0], config)
         integration.enable(shared)
         with use(Policy("possible")), torch.no_grad():
             with mock.patch.object(_serve, "attn", attention):
@@ -64,17 +66,36 @@ def main() -> None:
             print(json.dumps({"way": name, "exact": (exact - expected).abs().max().item(), "report": counts,
                               "kernels": ((found - expected).norm() / expected.norm()).item()}), flush=True)
         sparse_calls(name, shared._parallel_config)
-        sparse_calls(name, shared._parallel_config, text=(257 if "any" in name else 258, 2))
+        sparse_calls(name, shared._parallel_config, text_for(name))
         for of_text in ("flux", "qwen image"):
             text_of_model(name, of_text, config)
     rings()
     masks_of_shares()
+    end()
+
+
+def sharing(made: Any, config: dict[str, Any]) -> Any:
+    """The model, whose tokens or heads the processes share."""
+    integration.register()
+    # diffusers divides by the number of devices, which is none on a CPU
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+        made.enable_parallelism(config=ContextParallelConfig(**config))
+    return made
+
+
+def text_for(way: str) -> tuple[int, int]:
+    """The text of a call of :func:`sparse_calls`, (first, last): of any length where lengths may be."""
+    return 257 if "any" in way else 258, 2
+
+
+def end() -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # the threads of gloo's groups, of which diffusers makes more, now and then abort a process that ends
 
 
 SPARSE = Sparse(keep=(0.25, 0.5))
+DEVICE = "cuda" if sys.argv[1:] == ["cuda"] else "cpu"
 
 
 def sparse_calls(name: str, config: Any, text: tuple[int, int] | None = None) -> None:
@@ -82,7 +103,7 @@ def sparse_calls(name: str, config: Any, text: tuple[int, int] | None = None) ->
     has a part of what is first, a part of the rest and a part of what is last: 15 blocks and 127 rows, unevenly."""
     q, k, v = clear(layout="NHD", last=128 if "any" not in name else 1 if text is None else 127)
     cut = [8 * 128, q.shape[1] - 8 * 128]
-    own = [x.split(cut, 1)[dist.get_rank()] for x in (q, k, v)]
+    own = [x.split(cut, 1)[dist.get_rank()].to(DEVICE) for x in (q, k, v)]
     mask = chosen_by(SPARSE, *(x.transpose(1, 2) for x in (q, k)))
     backend = integration._sparse_backend(SPARSE)
     if text is not None:
@@ -92,17 +113,18 @@ def sparse_calls(name: str, config: Any, text: tuple[int, int] | None = None) ->
         mask = with_dense_blocks(mask, torch.cat([part.tensor_split(2)[rank] for rank in range(2) for part in labels]))
     expected = attention(q, k, v, attn_mask=mask, layout="NHD").split(cut, 1)[dist.get_rank()]
     with use(Policy("possible")), torch.no_grad():
-        with mock.patch.object(_serve, "attn", attention):
-            reset_report()
-            exact = dispatch_attention_fn(*own, backend=backend, parallel_config=config)
-            counts = report()
-        found = dispatch_attention_fn(*own, backend=backend, parallel_config=config)
-    difference = (exact - expected).abs().max()
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
+        reset_report()
+        found = dispatch_attention_fn(*own, backend=backend, parallel_config=config).cpu()
+        counts, difference = report(), torch.zeros(1)
+        if DEVICE == "cpu":
+            with mock.patch.object(_serve, "attn", attention):
+                difference = (dispatch_attention_fn(*own, backend=backend, parallel_config=config) - expected).abs()
+    worst = torch.stack([difference.max(), (found - expected).norm() / expected.norm()])
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(json.dumps({"sparse": name if text is None else f"{name}, text", "exact": difference.item(),
-                          "report": counts, "seen": mask.float().mean().item(),
-                          "kernels": ((found - expected).norm() / expected.norm()).item()}), flush=True)
+        print(json.dumps({"sparse": name if text is None else f"{name}, text", "report": counts,
+                          "exact": worst[0].item(), "kernels": worst[1].item(),
+                          "seen": mask.float().mean().item()}), flush=True)
 
 
 def text_of_model(way: str, name: str, config: dict[str, Any]) -> None:
@@ -117,9 +139,7 @@ def text_of_model(way: str, name: str, config: dict[str, Any]) -> None:
     inputs["encoder_hidden_states"] = draw(batch, tokens, channels)
     if name == "flux":
         inputs["txt_ids"] = torch.zeros(tokens, 3)
-    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
-        made.enable_parallelism(config=ContextParallelConfig(**config))
-    integration.enable(made, sparse=Sparse(keep=0.1, block_size=64, first=0), text_tokens=tokens)
+    integration.enable(sharing(made, config), sparse=Sparse(keep=0.1, block_size=64, first=0), text_tokens=tokens)
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attn(q: Any, k: Any, v: Any, sparse: Any = None, block_mask: Any = None, **more: Any) -> Any:
