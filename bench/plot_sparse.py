@@ -24,8 +24,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 Point = tuple[float, float]
 
 COLORS = {"ours, keep": "#d1495b", "ours, mass": "#e0912f", "ours, tau": "#8c2f7b", "SpargeAttn, cdf": "#2a6fbb",
-          "SpargeAttn, cdf, none kept": "#1b3f73",
-          "SpargeAttn, top-k": "#6fa8dc", "Sol-Attn": "#2f9e6e", "SubBlock": "#7b5ea7", "VSA": "#17a2b8",
+          "SpargeAttn, cdf, none kept": "#1b3f73", "SpargeAttn, top-k": "#6fa8dc", "Sol-Attn": "#2f9e6e",
+          "SubBlock": "#7b5ea7", "VSA": "#17a2b8", "SLA": "#c06bb0",
           "Radial": "#8a6d3b", "Sliding tiles": "#5b7f95", "near + first": "#b0a04a", "random": "#9aa0a8",
           "oracle": "#4d525a"}
 """Colors by the beginning of a method's name; the longest beginning that fits counts."""

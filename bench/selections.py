@@ -9,9 +9,10 @@ all of them see the blocks on the diagonal, without which a row might see nothin
 asks for.
 
 Sources: SpargeAttn (arXiv:2502.18137), of which the second filter, inside the kernel, is left out; VSA
-(arXiv:2505.13389), without its trained coarse branch; Sol-Attn (arXiv:2607.24027); SubBlock (sglang#34148); Radial
-Attention (arXiv:2506.19852); Sliding Tile Attention (arXiv:2502.04507), whose search of a window for each head is done
-with the true masses of the very input; StreamingLLM (arXiv:2309.17453). Nothing is taken from their code.
+(arXiv:2505.13389), without its trained coarse branch; SLA (arXiv:2509.24006), without the linear attention that is
+trained for the blocks that are not chosen; Sol-Attn (arXiv:2607.24027); SubBlock (sglang#34148); Radial Attention
+(arXiv:2506.19852); Sliding Tile Attention (arXiv:2502.04507), whose search of a window for each head is done with the
+true masses of the very input; StreamingLLM (arXiv:2309.17453). Nothing is taken from their code.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ def finish(view: View, block: tuple[int, int], values: torch.Tensor, forced: tor
 
 
 def by_means(view: View, block: tuple[int, int]) -> Scores:
-    """q̄ · k̄ · scale, as VSA, SpargeAttn and Sol-Attn have it."""
+    """q̄ · k̄ · scale, as VSA, SLA, SpargeAttn and Sol-Attn have it. VSA and SLA take the best of a row's softmax,
+    which has the order of the products."""
     q, k = block_means(view.q, block[0]), block_means(centred(view.k), block[1])
     return finish(view, block, q @ k.mT / view.q.shape[3] ** 0.5)
 
@@ -222,7 +224,8 @@ def by_like_means(view: View, block: tuple[int, int], least: float) -> Scores:
 
 
 def by_sub_blocks(view: View, block: tuple[int, int], parts: int = 4) -> Scores:
-    """SubBlock: the log-sum-exp of the products of the means of `parts` x `parts` parts of a block."""
+    """SubBlock: the log-sum-exp of the products of the means of `parts` x `parts` parts of a block. Keys are less their
+    mean here, which weighs the parts of queries alike and is not in SubBlock's formula."""
     q, k = (block_means(x, rows // parts) for x, rows in zip((view.q, centred(view.k)), block))
     products = q @ k.mT / view.q.shape[3] ** 0.5
     ragged = [part for count in reversed(products.shape[2:]) for part in (0, -count % parts)]
@@ -366,6 +369,7 @@ def published(block: int) -> list[Method]:
             small("Sol-Attn", scores=by_means, pick=above_mean, tail=True, knobs=(-6.0, 6.0)),
             small("SubBlock", scores=by_sub_blocks, pick=best_share),
             small("VSA", scores=by_means, pick=best_share, orders=("cubes",), causal=False),
+            small("SLA", scores=by_means, pick=best_share, orders=("raster",), causal=False),  # in cubes VSA's choice
             places("Radial", block=(128, 128), pick=bands, causal=False, knobs=(1e-3, 64.0)),
             make("Sliding tiles", block=(384, 384), scores=itself, pick=best_windows, orders=("tiles",), causal=False),
             places("near + first", block=(block, block), pick=partial(near_blocks, block=block), knobs=(1.0, 256.0))]

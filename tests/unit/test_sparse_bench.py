@@ -1,0 +1,106 @@
+"""bench/selections.py: published methods against their formulas, and the densities that knobs are set for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import selections
+from selections import BLOCK, METHODS, View
+
+TOKENS = 13 * BLOCK + 30  # the last block has fewer
+
+
+@pytest.fixture(scope="module")
+def view():
+    """Keys with a common offset, which no softmax over keys knows of."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 2, TOKENS, 64, generator=generator).cumsum(2) / 8 for _ in range(2))
+    return View(q, k + 5.0)
+
+
+def means(x, rows):
+    """float64 [batch, heads, blocks, headdim]."""
+    return torch.stack([block.mean(2) for block in x.double().split(rows, 2)], 2)
+
+
+def products(view, rows, columns=BLOCK):
+    return means(view.q, rows) @ means(view.k, columns).mT / view.q.shape[3] ** 0.5
+
+
+def shown(name, view, knob):
+    """The blocks that a method picks, in blocks of its own."""
+    rows, columns = METHODS[name].block
+    return METHODS[name].select(view, knob).blocks[:, :, ::rows // BLOCK, ::columns // BLOCK]
+
+
+def best(scores, count):
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True)
+
+
+@pytest.mark.parametrize("name, rows", [("SLA", 64), ("VSA", 64), ("SpargeAttn, top-k", 128)])
+@pytest.mark.parametrize("count", [1, 5, 14])
+def test_the_best_share_of_each_rows_softmax_of_mean_products(view, name, rows, count):
+    expected = best(products(view, rows).softmax(-1), count)
+    assert torch.equal(shown(name, view, count / 14), expected)
+
+
+def test_sparge_attns_mass_is_that_of_the_fewest_blocks(view):
+    masses = products(view, 128).softmax(-1)
+    seen = shown("SpargeAttn, cdf, none kept", view, 0.8)
+    assert ((masses * seen).sum(-1) >= 0.8 - 1e-5).all()
+    fewer = torch.stack([best(row, count - 1) if count > 1 else torch.zeros_like(row, dtype=torch.bool)
+                         for row, count in zip(masses.flatten(0, 2), seen.sum(-1).flatten().tolist())])
+    assert ((masses.flatten(0, 2) * fewer).sum(-1) < 0.8 + 1e-5).all()
+
+
+def test_sparge_attn_keeps_blocks_of_unlike_rows_and_lets_them_see_all():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 8, 1, 64, generator=generator).expand(-1, -1, -1, 128, -1).flatten(2, 3).clone()
+            for _ in range(2))  # of blocks of equal rows
+    q[:, :, 256:384], k[:, :, 640:704] = (torch.randn(1, 1, rows, 64, generator=generator) for rows in (128, 64))
+    seen = shown("SpargeAttn, cdf", View(q, k), 1e-4)
+    assert seen[..., 2, :].all() and seen[..., :, 10].all()
+    assert (seen.sum(-1)[..., [0, 1, 3, 4, 5, 6, 7]] <= 3).all()
+
+
+def test_sol_attns_blocks_lie_above_the_mean_by_tau_deviations(view):
+    scores = products(view, BLOCK)
+    above = scores > scores.mean(-1, keepdim=True) + 0.5 * scores.std(-1, keepdim=True, correction=0)
+    assert torch.equal(shown("Sol-Attn", view, -0.5), above)
+
+
+def test_sub_blocks_score_is_the_log_sum_exp_of_the_products_of_quarters(view):
+    parts = products(View(view.q, selections.centred(view.k)), BLOCK // 4, BLOCK // 4)
+    ragged = torch.nn.functional.pad(parts, [0, -parts.shape[3] % 4, 0, -parts.shape[2] % 4], value=-torch.inf)
+    scores = ragged.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).exp().sum((3, 5))
+    assert torch.equal(shown("SubBlock", view, 5 / 14), best(scores, 5))
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items()
+                                  if method.group == "published" and method.causal])
+def test_causal_calls_see_their_own_block_and_none_behind_it(view, name):
+    causal = View(view.q, view.k, is_causal=True)
+    rows, columns = METHODS[name].block
+    seen, visible = shown(name, causal, METHODS[name].knobs[0]), causal.visible((rows, columns))
+    assert seen[..., causal.diagonal((rows, columns))].all()
+    assert not seen[..., ~visible].any()
+
+
+@pytest.mark.parametrize("name", ["SLA", "SpargeAttn, top-k", "SpargeAttn, cdf, none kept", "Sol-Attn", "SubBlock"])
+def test_a_knob_is_that_of_the_wanted_density(view, name):
+    knob, found = selections.calibrate(METHODS[name], [view], 0.25)
+    assert found == selections.density(METHODS[name].select(view, knob), view) == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_has_a_color(name):
+    pytest.importorskip("matplotlib")
+    import plot_sparse
+
+    assert plot_sparse.color_of(name).startswith("#")
