@@ -3,12 +3,13 @@
     python bench/sparse_calls.py
     python bench/sparse_calls.py --shapes 1x24x118800 --densities 0.25,0.125
 
-A row is ``attn(q, k, v, sparse=Sparse(keep=...))``: selection, quantization and attention. `× dense` is the dense
-call's time over the row's, `× cuDNN` that of cuDNN's bf16. `select` is the selection alone, of which `pool` is the two
-launches that read q and k, and `of its bytes` the time that the GPU's memory needs for those at the rate that a copy
-was measured to have; `torch` is the same selection in plain torch. Each round times every way once, between events
-around so many calls that they take some milliseconds; a row has the medians over the rounds. The output of a call is
-that of the call with the mask that it chose, bit for bit.
+A row is ``attn(q, k, v, sparse=Sparse(keep=...))``: selection, quantization and attention. With `keep 1` all blocks
+are chosen: it takes as much longer than the dense call as choosing costs. `× dense` is the dense call's time over the
+row's, `× cuDNN` that of cuDNN's bf16. `select` is the selection alone, of which `pool` is the two launches that read q
+and k, and `of its bytes` the time that the GPU's memory needs for those at the rate that a copy was measured to have;
+`torch` is a like selection in plain torch, which copies neither q nor k. Each round times every way once, between
+events around so many calls that they take some milliseconds; a row has the medians over the rounds. The output of a
+call is that of the call with the mask that it chose, bit for bit.
 """
 
 from __future__ import annotations
@@ -64,14 +65,7 @@ def parse() -> argparse.Namespace:
 def rows(arguments: argparse.Namespace, shape: tuple[int, ...]) -> Iterator[list[object]]:
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(3))
-    ways: dict[str, Callable[[], object]] = {"dense": lambda: sage_aot.attn(q, k, v),
-                                             "cuDNN": lambda: common.sdpa("sdpa_cudnn_bf16", q, k, v, False)}
-    for density in arguments.densities:
-        for tail in (False, True):
-            sparse = Sparse(keep=density, tail=tail)
-            if not tail:
-                check_call(sparse, q, k, v)
-            ways[name_of(sparse)] = lambda sparse=sparse: sage_aot.attn(q, k, v, sparse=sparse)
+    ways = calls(q, k, v, arguments.densities)
     batch, heads, tokens, _ = shape
     times = measure(ways, arguments.rounds, 1)
     parts = measure(parts_of_selection(q, k, arguments.densities[0]), arguments.rounds, 10)
@@ -82,6 +76,17 @@ def rows(arguments: argparse.Namespace, shape: tuple[int, ...]) -> Iterator[list
         own = selection if name == name_of(Sparse(keep=arguments.densities[0])) else [""] * len(selection)
         yield [f"{batch}×{heads}", tokens, name, f"{time / 1e3:.2f}", f"{times['dense'] / time:.2f}",
                f"{times['cuDNN'] / time:.2f}", *own]
+
+
+def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, densities: list[float]) -> dict[str, Callable[[], object]]:
+    """The dense calls, that which chooses all blocks, and those of each density, by the names of their rows."""
+    ways: dict[str, Callable[[], object]] = {"dense": lambda: sage_aot.attn(q, k, v),
+                                             "cuDNN": lambda: common.sdpa("sdpa_cudnn_bf16", q, k, v, False)}
+    for sparse in (Sparse(keep=1.0), *(Sparse(keep=keep, tail=tail) for keep in densities for tail in (False, True))):
+        if not sparse.tail:
+            check_call(sparse, q, k, v)
+        ways[name_of(sparse)] = lambda sparse=sparse: sage_aot.attn(q, k, v, sparse=sparse)
+    return ways
 
 
 def name_of(sparse: Sparse) -> str:
@@ -100,12 +105,17 @@ def parts_of_selection(q: torch.Tensor, k: torch.Tensor, density: float) -> dict
 
 
 def in_torch(q: torch.Tensor, k: torch.Tensor, density: float) -> torch.Tensor:
-    """Choose blocks as select_blocks does, in plain torch and by means in bf16."""
-    means = [torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).mean(3)
-             for x in (q, k)]
-    scores = means[0] @ means[1].mT
-    best = scores.topk(int(density * scores.shape[-1]), -1).indices
+    """Choose the best blocks of each row as select_blocks does, in plain torch and by means in bf16."""
+    scores = means_in_torch(q) @ means_in_torch(k).mT
+    best = scores.topk(max(1, int(density * scores.shape[-1])), -1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def means_in_torch(x: torch.Tensor) -> torch.Tensor:
+    """The mean of each block of rows, of views of x alone: the last block may have fewer rows."""
+    whole = x.shape[2] // BLOCK * BLOCK
+    means = x[:, :, :whole].unflatten(2, (-1, BLOCK)).mean(3)
+    return means if whole == x.shape[2] else torch.cat((means, x[:, :, whole:].mean(2, keepdim=True)), 2)
 
 
 def rate_of_copies(x: torch.Tensor) -> float:

@@ -1,4 +1,5 @@
-"""bench/selections.py: published methods against their formulas, and the densities that knobs are set for."""
+"""bench/selections.py: published methods against their formulas, and the densities that knobs are set for;
+bench/sparse_calls.py: what it times."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+import sage_aot
 import selections
+import sparse_calls
 from selections import BLOCK, METHODS, View
 
 TOKENS = 13 * BLOCK + 30  # the last block has fewer
@@ -104,3 +107,35 @@ def test_each_method_has_a_color(name):
     import plot_sparse
 
     assert plot_sparse.color_of(name).startswith("#")
+
+
+# --- sparse_calls.py --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 256 + 30])
+def test_means_in_torch_are_those_of_blocks_of_which_the_last_may_have_fewer_rows(tokens):
+    x = torch.randn(2, 3, tokens, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = sparse_calls.means_in_torch(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), means(x, sparse_calls.BLOCK), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("density", [0.5, 0.125, 0.01])
+def test_the_choice_in_torch_is_of_the_blocks_with_the_best_scores(view, density):
+    q, k = view.q.bfloat16(), selections.centred(view.k).bfloat16()
+    scores = sparse_calls.means_in_torch(q) @ sparse_calls.means_in_torch(k).mT
+    assert scores.shape[-2:] == (7, 7)
+    seen = sparse_calls.in_torch(q, k, density)
+    assert (seen.sum(-1) == max(1, int(7 * density))).all()
+    assert (scores.masked_fill(~seen, torch.inf).amin(-1) >= scores.masked_fill(seen, -torch.inf).amax(-1)).all()
+
+
+@pytest.mark.kernels("sm90")
+def test_the_call_that_chooses_all_blocks_has_the_bits_of_the_dense_one(monkeypatch):
+    monkeypatch.setenv("SAGE_AOT_EMULATE", "sm90")
+    q, k, v = torch.randn(3, 1, 2, 256 + 30, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ways = sparse_calls.calls(q, k, v, [0.5])
+    assert list(ways) == ["dense", "cuDNN", "keep 1", "keep 0.5", "keep 0.5, tail"]
+    assert torch.equal(ways["keep 1"](), ways["dense"]())
+    assert torch.equal(ways["keep 0.5"](), sage_aot.attn(q, k, v, sparse=sage_aot.Sparse(keep=0.5)))
+    assert not torch.equal(ways["keep 0.5"](), ways["dense"]())
