@@ -224,9 +224,8 @@ def by_like_means(view: View, block: tuple[int, int], least: float) -> Scores:
 
 
 def by_sub_blocks(view: View, block: tuple[int, int], parts: int = 4) -> Scores:
-    """SubBlock: the log-sum-exp of the products of the means of `parts` x `parts` parts of a block. Keys are less their
-    mean here, which weighs the parts of queries alike and is not in SubBlock's formula."""
-    q, k = (block_means(x, rows // parts) for x, rows in zip((view.q, centred(view.k)), block))
+    """SubBlock: the log-sum-exp of the products of the means of `parts` x `parts` parts of a block."""
+    q, k = (block_means(x, rows // parts) for x, rows in zip((view.q, view.k), block))
     products = q @ k.mT / view.q.shape[3] ** 0.5
     ragged = [part for count in reversed(products.shape[2:]) for part in (0, -count % parts)]
     padded = torch.nn.functional.pad(products, ragged, value=-math.inf)

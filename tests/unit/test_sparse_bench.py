@@ -79,7 +79,7 @@ def test_sol_attns_blocks_lie_above_the_mean_by_tau_deviations(view):
 
 
 def test_sub_blocks_score_is_the_log_sum_exp_of_the_products_of_quarters(view):
-    parts = products(View(view.q, selections.centred(view.k)), BLOCK // 4, BLOCK // 4)
+    parts = products(view, BLOCK // 4, BLOCK // 4)
     ragged = torch.nn.functional.pad(parts, [0, -parts.shape[3] % 4, 0, -parts.shape[2] % 4], value=-torch.inf)
     scores = ragged.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).exp().sum((3, 5))
     assert torch.equal(shown("SubBlock", view, 5 / 14), best(scores, 5))
