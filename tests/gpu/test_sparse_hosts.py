@@ -94,11 +94,12 @@ def test_a_model_is_that_of_the_emulation(name, is_compiled):
         assert is_compiled or report() == counts
 
 
-def test_what_two_processes_share():
-    pytest.importorskip("diffusers", minversion="0.36")
-    pytest.importorskip("yunchang")
-    results = [json.loads(line) for line in programs.run_two("one_rank.py", "cuda").splitlines()]
-    assert {result["sparse"]: result["report"].get("sage_aot, sparse") for result in results} == {
-        f"{way}{text}": calls for text in ("", ", text") for way, calls in (
-            ("ring", 2), ("ring, any length", 2), ("ulysses", 1), ("ulysses, any length", 1))}
-    assert all(0 < result["kernels"] < 0.06 and result["seen"] < 0.8 for result in results), results
+if torch.cuda.device_count() > 1:
+    def test_what_two_processes_share():
+        pytest.importorskip("diffusers", minversion="0.36")
+        pytest.importorskip("yunchang")
+        results = [json.loads(line) for line in programs.run_two("one_rank.py", "cuda").splitlines()]
+        assert {result["sparse"]: result["report"].get("sage_aot, sparse") for result in results} == {
+            f"{way}{text}": calls for text in ("", ", text") for way, calls in (
+                ("ring", 2), ("ring, any length", 2), ("ulysses", 1), ("ulysses, any length", 1))}
+        assert all(0 < result["kernels"] < 0.06 and result["seen"] < 0.8 for result in results), results

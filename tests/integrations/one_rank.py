@@ -2,10 +2,10 @@
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/integrations/one_rank.py [cuda]
 
-With "cuda" the sparse calls alone, by the kernels of one GPU that both processes use. Prints, from rank 0, a line of
-JSON for each way to share: the largest difference from one process with exact attention, how far the kernels'
-arithmetic is from it, and the report. Of sparse calls the largest difference is that from exact attention to the blocks
-that are chosen apart from the product.
+With "cuda" the sparse calls alone, by the kernels of two GPUs, over NCCL. Prints, from rank 0, a line of JSON for each
+way to share: the largest difference from one process with exact attention, how far the kernels' arithmetic is from it,
+and the report. Of sparse calls the largest difference is that from exact attention to the blocks that are chosen apart
+from the product.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ WAYS = {
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
     if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
         for name, config in WAYS.items():
             for text in (None, text_for(name)):
                 sparse_calls(name, sharing(wan()[0], config)._parallel_config, text)
         end()
+    dist.init_process_group("gloo")
     for name, config in WAYS.items():
         alone, inputs = wan()
         inputs["hidden_states"] = draw(1, 4, 2, 16, 10 if "any" in name else 16)  # 80 tokens, 40 for a rank

@@ -40,5 +40,6 @@ def run_two(program: str, *arguments: str, paths: Iterable[str] = ()) -> str:
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
+    codes = [rank.returncode for rank in ranks]
+    assert codes == [0, 0], f"exit codes {codes}\n{said[0][1][-2000:]}\n{said[1][1][-2000:]}"
     return said[0][0]
