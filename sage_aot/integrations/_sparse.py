@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,11 @@ class SharedSparse(Sparse):
     text: tuple[tuple[int, int], ...] = ()
     """(begin, end) of the text's tokens, which stay dense as keys and as queries."""
 
+    @classmethod
+    def of(cls, sparse: Sparse, text: tuple[tuple[int, int], ...]) -> SharedSparse:
+        settings: dict[str, Any] = {each.name: getattr(sparse, each.name) for each in fields(Sparse)}
+        return cls(**settings, text=text)
+
     def select(self, q: torch.Tensor, k: torch.Tensor | PooledBlocks | QuantizedKV, *, is_causal: bool = False,
                scale: float | None = None, layout: str = "HND") -> BlockMask:
         return with_dense(super().select(q, k, is_causal=is_causal, scale=scale, layout=layout), self.text, self.text)
@@ -110,7 +115,7 @@ def _of_blocks(begin: int, end: int, block: int) -> slice:
 
 
 def text_of_shares(text: tuple[int, int], tokens: int, shares: int) -> list[tuple[int, int, int]]:
-    """For each share of a sequence the number of its tokens, and how many first and last ones are text.
+    """Numbers of each share of a sequence: its tokens, and how many first and last ones of them are text.
 
     The first text, the last text and what lies between them are each split among the shares, as evenly as
     torch.tensor_split does.

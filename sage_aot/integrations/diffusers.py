@@ -424,7 +424,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
     sparse one that is called in the place of this."""
     sparse = _sparse_of(backend)
     if _parallel_config is not None:
-        forward = _forward if sparse is None else _SharedForward(*backend.shared,
+        forward = _forward if sparse is None else _SharedForward(backend.shared,
                                                                  _parallel_config.context_parallel_config)
         return dispatch._templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, forward_op=forward,
@@ -455,11 +455,12 @@ def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 class _SharedForward:
     """:func:`_forward` of one sparse call that processes share. Of Ulysses each has whole sequences of some heads; in a
-    ring the blocks of all keys are chosen in the first step, and each step gets those of its share. `text`: the first
-    and last tokens of the model's sequence that are text, of which each process has a part; None where the sequence is
-    the model's own, in the order of the processes."""
+    ring the blocks of all keys are chosen in the first step, and each step gets those of its share. `chosen`: the
+    choice, and how many first and last tokens of the model's sequence are text of which each process has a part; None
+    where the sequence is the model's own, in the order of the processes."""
 
-    def __init__(self, sparse: Sparse, text: tuple[int, int] | None, shared: Any) -> None:
+    def __init__(self, chosen: tuple[Sparse, tuple[int, int] | None], shared: Any) -> None:
+        sparse, text = chosen
         ends = sparse.dense_keys, sparse.dense_queries
         if text is not None and any(end not in (0, (0, 0)) for end in ends):
             raise UnsupportedError(f"dense_keys, dense_queries: expected none where processes share a sequence, whose "
@@ -473,7 +474,7 @@ class _SharedForward:
         if self.shared.ring_degree == 1:
             if self.text is not None:
                 text = spans_of_text(text_of_shares(self.text, key.size(1), self.shared.ulysses_degree))
-                sparse = SharedSparse(*(getattr(sparse, each.name) for each in fields(Sparse)), text=text)
+                sparse = SharedSparse.of(sparse, text)
             return _forward(ctx, query, key, *others, **{**named, "blocks": sparse})
         if self.of_steps is None:
             self.of_steps = iter(self._of_ring(sparse, query, key, *others))

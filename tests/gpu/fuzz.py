@@ -100,6 +100,7 @@ def fuzz(subject: Subject, args: argparse.Namespace, indices: Iterable[int]) -> 
         verdict = subject.examine(case)
         tally.add(case, verdict)
         if verdict.failure:
+            print(f"failed {verdict.failure[0]}, before it is reduced: {case.to_json()}", file=sys.stderr, flush=True)
             tally.failures.append(report(subject, case, verdict, reduce=shrunk < MOST_SHRUNK))
             shrunk += 1
             if not subject.is_alive():  # after an illegal access every later call fails, whatever it is

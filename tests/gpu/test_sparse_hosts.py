@@ -68,7 +68,7 @@ def test_diffusers_attention():
 @pytest.mark.parametrize("name", ["wan", "flux"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled blocks"])
 def test_a_model_is_that_of_the_emulation(name, is_compiled):
-    """Of two layers the first is dense, of two steps too."""
+    """Both make the first of two layers and the first of two steps dense."""
     pytest.importorskip("diffusers", minversion="0.36")
     from test_diffusers import long, wan_of
 

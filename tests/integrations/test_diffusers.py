@@ -677,8 +677,8 @@ def test_wrong_settings_change_nothing(wrong, message):
 def test_ends_of_a_sequence_in_which_text_is_split_are_refused(ends):
     shared, sparse = SimpleNamespace(ring_degree=1, ulysses_degree=2), Sparse(keep=0.25, **ends)
     with pytest.raises(UnsupportedError, match="dense_keys, dense_queries: expected none .*; pass what is text as"):
-        integration._SharedForward(*integration._sparse_backend(sparse, (7, 0), is_split=True).shared, shared)
-    forward = integration._SharedForward(*integration._sparse_backend(sparse, (7, 0)).shared, shared)
+        integration._SharedForward(integration._sparse_backend(sparse, (7, 0), is_split=True).shared, shared)
+    forward = integration._SharedForward(integration._sparse_backend(sparse, (7, 0)).shared, shared)
     assert forward.sparse == Sparsely(sparse, text_tokens=7).with_text(sparse)
 
 

@@ -129,7 +129,7 @@ def test_text_is_dense_in_addition_to_what_is_dense_already():
 @pytest.mark.parametrize("text", [(0, 0), (5, 0), (0, 3), (7, 2), (20, 9)])
 @pytest.mark.parametrize("shares", [1, 2, 3])
 def test_the_text_of_shares(text, shares):
-    """As if torch split what is text, and what is not, of a sequence of 20 tokens."""
+    """Text lies where torch puts it that splits what is text, and what is not, of 20 tokens."""
     first = min(text[0], 20)
     last = min(text[1], 20 - first)
     parts = [torch.full((count,), is_text).tensor_split(shares)
