@@ -54,15 +54,14 @@ def length_of(name: str, length: object) -> int:
     if type(length) is int or isinstance(length, torch.SymInt):
         return cast(int, length)
     if isinstance(length, torch.Tensor):
+        if length.numel() != 1 or length.dtype == torch.bool or length.is_floating_point() or length.is_complex():
+            raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got a tensor of "
+                                f"shape {tuple(length.shape)} and {length.dtype}; pass {name}.max().int()")
         if stays_a_tensor(length):
             raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got a tensor that "
                                 "holds no number, or several: of the device meta, or one that torch.vmap maps over; "
                                 "pass an int")
-        if length.numel() == 1 and not (length.dtype == torch.bool or length.is_floating_point()
-                                        or length.is_complex()):
-            return cast(int, length.item())
-        raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got a tensor of shape "
-                            f"{tuple(length.shape)} and {length.dtype}; pass {name}.max().int()")
+        return cast(int, length.item())
     found = integer_of(length)
     if found is None:
         raise ArgumentError(f"{name}: expected the length of the longest sequence, an integer, got {length!r}; pass "
