@@ -112,10 +112,9 @@ class Chosen(sage_aot.Sparse):
 
     def select(self, q: torch.Tensor, k: Any, **_: Any) -> sage_aot.BlockMask:
         assert self.blocks is not None and isinstance(self.block_size, tuple)
-        last = self.dense_keys[1] if isinstance(self.dense_keys, tuple) else 0  # where the last block has fewer keys
-        if not last:
+        if k.shape[2] % self.block_size[1] == 0:
             return self.blocks
-        seen = self.blocks.blocks.clone()
+        seen = self.blocks.blocks.clone()  # a mean of fewer keys would have another weight
         seen[..., -(self.block_size[1] // BLOCK):] = True
         return replace(self.blocks, blocks=seen)
 

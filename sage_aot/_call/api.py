@@ -17,9 +17,9 @@ from sage_aot._call.forms import (
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.refusal import refusal
-from sage_aot._call.sparse import Sparse, attend_sparse, with_stand_in
+from sage_aot._call.sparse import Sparse, attend_sparse, no_choice_of_sequences, with_stand_in
 from sage_aot._problem.options import Asked
-from sage_aot.errors import ArgumentError, SageAotError
+from sage_aot.errors import SageAotError
 
 
 @overload
@@ -217,7 +217,7 @@ def supports(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | N
                 optional = with_stand_in(q, k, asked, sparse, optional)
             call = call_of_attn(q, k, v, asked, **optional)
         elif sparse is not None:
-            raise ArgumentError("sparse: expected None in a call of attn_varlen, got one; call attn for each sequence")
+            raise no_choice_of_sequences()
         else:
             call = call_of_attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, asked,
                                        **optional)

@@ -12,6 +12,7 @@ from sage_aot._call.masks import BlockMask, block_mask
 from sage_aot._call.selection import is_finite
 from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.options import integer_of
+from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
 
 
@@ -80,6 +81,9 @@ def sliding_tiles(size: Sequence[int], tile: Sequence[int], window: Sequence[int
     Source: Sliding Tile Attention (arXiv:2502.04507).
     """
     tiles = _tiles(size, tile)
+    if math.prod(tile) % MASK_BLOCK:
+        raise ArgumentError(f"tile: expected one whose tokens are a multiple of {MASK_BLOCK}, got {tuple(tile)}, "
+                            f"{math.prod(tile)} tokens")
     window = _three("window", window)
     seen = torch.ones(1, 1, dtype=torch.bool, device=device)
     for count, width in zip(tiles, window):

@@ -209,7 +209,7 @@ def _flag(name: str, value: Any) -> bool:
 def check_numbers(by: str, amount: Any, first: Any, near: Any, least_alike: Any, dense_keys: Any,
                   dense_queries: Any) -> None:
     """Raise ArgumentError for numbers that :func:`select_blocks` would refuse for any q and k."""
-    numbers = amount if isinstance(amount, Sequence) else (amount,)
+    numbers = amount if isinstance(amount, Sequence) and not isinstance(amount, str) else (amount,)
     if not numbers:
         raise ArgumentError(f"{by}: expected a number, or one for each q head, got {amount!r}")
     for number in numbers:

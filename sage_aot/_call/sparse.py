@@ -15,7 +15,7 @@ from sage_aot._call.pooling import DEFAULT_BLOCK, PooledBlocks, pooled_of, rows_
 from sage_aot._call.selection import amounts_of, check_numbers, ends_of, pooled_keys, select_blocks
 from sage_aot._problem.arguments import block_sizes_of, check_tensors_are
 from sage_aot._problem.derivatives import check_no_derivative, is_transformed
-from sage_aot._problem.options import Asked, for_schema, for_tracer
+from sage_aot._problem.options import Asked, for_schema, for_tracer, scalar_of
 from sage_aot._problem.problem import heads_first, holds
 from sage_aot._problem.selection import CHOOSE_BY
 from sage_aot._problem.tensors import MASK_BLOCK, taken_by
@@ -61,9 +61,8 @@ class Sparse:
         if len(given) != 1:
             raise ArgumentError(f"Sparse: expected one of keep, mass and tau, got {', '.join(given) or 'none'}")
         by, = given
-        for name in (by, "block_size", "dense_keys", "dense_queries"):
-            if isinstance(getattr(self, name), list):  # which cannot be hashed
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in (by, "block_size", "first", "near", "least_alike", "dense_keys", "dense_queries"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         block_sizes_of(self.block_size)
         check_numbers(by, getattr(self, by), self.first, self.near, self.least_alike, self.dense_keys,
                       self.dense_queries)
@@ -81,6 +80,14 @@ class Sparse:
         return select_blocks(q, k, keep=self.keep, mass=self.mass, tau=self.tau, block_size=self.block_size,
                              first=self.first, near=self.near, least_alike=self.least_alike, dense_keys=dense_keys,
                              dense_queries=self.dense_queries, is_causal=is_causal, scale=scale, layout=layout)
+
+
+def _plain(value: Any) -> Any:
+    """The value as a setting keeps it: scalars of NumPy and torch as Python's, a list, which has no hash, as a
+    tuple."""
+    if isinstance(value, (list, tuple)):
+        return tuple([_plain(each) for each in value])
+    return scalar_of(value) if hasattr(value, "item") else value
 
 
 def attend_sparse(q: Any, k: Any, v: Any, asked: Asked, sparse: Any, optional: dict[str, Any],
@@ -116,6 +123,11 @@ def with_stand_in(q: Any, k: Any, asked: Asked, sparse: Any, optional: dict[str,
     blocks = [-(-shape[2] // size) * (size // MASK_BLOCK) for shape, size in zip(shapes, sizes)]
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=q.device).expand(*shapes[0][:2], *blocks)
     return optional | {"block_mask": BlockMask(sizes, mask, None)}
+
+
+def no_choice_of_sequences() -> ArgumentError:
+    """Error of a choice of blocks in a call of attn_varlen."""
+    return ArgumentError("sparse: expected None in a call of attn_varlen, got one; call attn for each sequence")
 
 
 def _check(k: Any, asked: Asked, sparse: Any, optional: dict[str, Any]) -> None:
@@ -218,17 +230,18 @@ def _over_means(q: torch.Tensor, means: tuple[torch.Tensor, torch.Tensor], tail:
     and its log-sum-exp. A head is a batch entry, and a block of queries is a head of it: so a mask has one row for
     them, and q stays where it is."""
     batch, heads, queries, headdim = q.shape
-    out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     k, v = (x.repeat_interleave(heads // x.shape[1], 1).flatten(0, 1).unsqueeze(1) for x in means)
     whole = queries // block_q * block_q
+    parts = []
     for begin, end, rows in ((0, whole, block_q), (whole, queries, queries - whole)):
         if begin < end:
             seen = _in_whole_vectors(tail[:, :, begin // block_q: -(-end // block_q)].flatten(0, 1).unsqueeze(2))
             blocks = torch.unflatten(q[:, :, begin:end].flatten(0, 1), 1, (-1, rows))
             found, of_rows = _attend(blocks, k, v, asked, _NO_TENSORS | {"attn_mask": seen}, None, True)
-            out[:, :, begin:end] = found.view(batch, heads, -1, headdim)
-            lse[:, :, begin:end] = of_rows.view(batch, heads, -1)
+            parts.append((found.reshape(batch, heads, -1, headdim).to(dtype), of_rows.reshape(batch, heads, -1)))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (torch.cat(part, 2) for part in zip(*parts))
     return out, lse
 
 

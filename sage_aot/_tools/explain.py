@@ -23,6 +23,7 @@ from sage_aot._call.forms import (
 )
 from sage_aot._call.kv import QuantizedKV
 from sage_aot._call.pipeline import check_quantizer
+from sage_aot._call.sparse import Sparse, no_choice_of_sequences, with_stand_in
 from sage_aot._kernels.axes import MAX_HEADDIM
 from sage_aot._kernels.drivers import CUDA_OF_DRIVER, cuda_of
 from sage_aot._kernels.manifest import Manifest
@@ -97,7 +98,8 @@ def _summary(candidate: Candidate) -> str:
 
 def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None = None,
             v: torch.Tensor | None = None, *, capability: tuple[int, int] | None = None, headdim: int | None = None,
-            driver: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+            driver: int | None = None, sparse: Sparse | None = None, return_lse: bool = False,
+            out: torch.Tensor | None = None,
             cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
             max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **arguments: Any) -> Explanation:
     """Explain which kernels :func:`sage_aot.attn` would run for these arguments, and why none of the others; with
@@ -115,7 +117,8 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
         headdim: channels of a head where there are no tensors.
         driver: branch of that GPU's driver, such as 535. None: the driver of this machine, or any driver where
             `capability` is given.
-        return_lse, out, cu_seqlens_q, ..., arguments: those of the call, its options and optional tensors.
+        sparse, return_lse, out, cu_seqlens_q, ..., arguments: those of the call, its options and optional tensors. Of a
+            sparse call the attention to the blocks that it chooses is explained.
 
     Returns:
         An :class:`Explanation`, which ``print`` shows as a table. ``candidates`` has every attention kernel with its
@@ -139,7 +142,7 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     manifest = default_library().manifest
     if q is None and k is None and v is None:
-        _check_no_tensors(**optional, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        _check_no_tensors(**optional, sparse=sparse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         stand_in, device = _stand_in(headdim), -1 if capability else _current_device()
         problem = check(Given("dense", stand_in, stand_in, stand_in), Options(*asked))
         if out is not None:
@@ -148,7 +151,11 @@ def explain(q: torch.Tensor | None = None, k: torch.Tensor | QuantizedKV | None 
     if headdim is not None:
         raise ArgumentError(f"headdim: that of q holds, got {headdim!r} with tensors; pass one or the other")
     if all(value is None for value in sequences):
+        if sparse is not None:
+            optional = with_stand_in(q, k, asked, sparse, optional)
         call = call_of_attn(q, k, v, asked, **optional)
+    elif sparse is not None:
+        raise no_choice_of_sequences()
     else:
         call = call_of_attn_varlen(q, k, v, *sequences, asked, **optional)
     given, (_, _, asked) = given_to(call), call

@@ -107,6 +107,8 @@ def _samples(target: Any) -> list[tuple[torch.Tensor, ...]]:
     if not isinstance(samples, (list, tuple)) or not samples or not all(map(_is_sample, samples)):
         raise ArgumentError(f"tune: expected (q, k, v), or a list of these, got {type(target).__name__}; of a model "
                             f"pass run, too, a function that runs it")
+    if any(tensor.numel() == 0 for sample in samples for tensor in sample):
+        raise ArgumentError("tune: expected q, k and v with elements, got an empty tensor")
     return list(samples)
 
 
@@ -281,6 +283,7 @@ def save_tuned(layers: Mapping[str, Sparse], path: str | os.PathLike[str]) -> No
                                                   for name, sparse in layers.items()):
         raise ArgumentError(f"layers: expected a dict of sage_aot.Sparse by the names of layers, got "
                             f"{type(layers).__name__}; of a result of tune pass its .sparse")
+    _check_path(path)
     lines = (f"  {json.dumps(name)}: {json.dumps(_held(sparse))}" for name, sparse in layers.items())
     target, text = Path(path), f'{{\n "format": {_FORMAT},\n "layers": {{\n' + ",\n".join(lines) + "\n }\n}\n"
     try:
@@ -298,6 +301,7 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Sparse]:
     Raises:
         ArgumentError: the file cannot be read, is damaged, is none of these, or of another version.
     """
+    _check_path(path)
     try:
         held = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
@@ -312,6 +316,11 @@ def load_tuned(path: str | os.PathLike[str]) -> dict[str, Sparse]:
         raise ArgumentError(f"path: expected a file of format {_FORMAT}, got {path} of format {held['format']!r}; tune "
                             f"the model with this sage_aot")
     return {name: _sparse_of(f"{path}, layer {name!r}", layer) for name, layer in held["layers"].items()}
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path: expected the path of a file, got {path!r}")
 
 
 def _held(sparse: Sparse) -> dict[str, Any]:

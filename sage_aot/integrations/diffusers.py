@@ -218,7 +218,8 @@ def enable(target: ModelMixin | DiffusionPipeline, *, sparse: Sparse | Mapping[s
         steps: num_inference_steps, by which the last steps are known.
         text_tokens: so many first tokens, or (first, last), are text, which stays dense as keys and as queries. Flux,
             Qwen-Image and CogVideoX have their text first, HunyuanVideo and SD3 last; Wan and LTX have none in the same
-            sequence. Where processes share a sequence, each has a part of the text, which is found by this number.
+            sequence. Where processes share a sequence, each has a part of the text, which is found by this number. With
+            a `cp_plan` of your own call this after ``model.enable_parallelism``.
 
     Raises:
         ArgumentError: `target` is neither, it has no attention modules, or an argument is not of this form.
@@ -325,8 +326,8 @@ def _models_of(target: Any) -> Iterator[ModelMixin]:
 _LEVELS = "timestep", "timesteps", "t"
 """Names under which models of diffusers get their noise level."""
 
-_OF_TEXT = re.compile(r"token_refiner|context_refiner|connector")
-"""Parts of names of modules that only text goes through, in front of a model's own layers."""
+_OF_TEXT = re.compile(r"token_refiner|context_refiner|connector|text_transformer_blocks|txt_mode_blocks|text_fusion")
+"""Parts of names of modules that only text goes through, beside a model's own layers."""
 
 
 @cache
@@ -363,9 +364,16 @@ def _may_be_sparse(modules: dict[str, Any]) -> list[str]:
 
 def _splits_text(model: ModelMixin) -> bool:
     """True where diffusers' context parallelism gives each process a part of a model's text next to its part of the
-    image, and not a part of the two in one sequence."""
-    plan = getattr(model, "_cp_plan", None) or {}
-    return any("encoder_hidden_states" in split for split in plan.values() if isinstance(split, dict))
+    image, and not a part of the two in one sequence: where it splits the text, which is no other sequence that the
+    image attends to. The plan is that which the model runs by, if it does; else that of its class."""
+    hooks = (hook for module in model.modules()
+             for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values())
+    plans = [hook.metadata for hook in hooks if isinstance(getattr(hook, "metadata", None), dict)]
+    plans = plans or [*(getattr(model, "_cp_plan", None) or {}).values()]
+    is_split = any("encoder_hidden_states" in plan for plan in plans if isinstance(plan, dict))
+    modules = _attention_of(model)
+    is_joined = any(getattr(module, "add_k_proj", None) is not None for module in modules.values())
+    return is_split and (is_joined or not any(name.endswith("attn2") for name in modules))  # LTX's, to the text
 
 
 def _choose_blocks(model: ModelMixin, layers: dict[Any, Any], backend: Any, steps: Steps | None) -> None:
@@ -481,9 +489,11 @@ class _SharedForward:
         return _forward(ctx, query, key, *others, **{**named, "blocks": next(self.of_steps)})
 
     def _of_heads(self, heads: int) -> Sparse:
-        """The part of amounts for each head that belongs to this rank's heads."""
-        rank = self.shared._ulysses_local_rank if self.shared.ulysses_degree > 1 else 0
-        of_heads: dict[str, Any] = {name: amount[rank * heads:][:heads] for name in CHOOSE_BY
+        """The part of amounts for each head that belongs to this rank's heads. The last ranks have fewer heads where
+        their number is no multiple of the degree."""
+        degree = self.shared.ulysses_degree
+        rank = self.shared._ulysses_local_rank if degree > 1 else 0
+        of_heads: dict[str, Any] = {name: amount[rank * -(-len(amount) // degree):][:heads] for name in CHOOSE_BY
                                     if isinstance(amount := getattr(self.sparse, name), tuple)}
         return replace(self.sparse, **of_heads)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from sage_aot._call.masks import BlockMask
 from sage_aot._call.pooling import PooledBlocks, pool_blocks, pooled_of
-from sage_aot._call.selection import Amounts, amounts_of, choose_among, ends_of
+from sage_aot._call.selection import Amounts, amounts_of, choose_among, ends_of, is_finite
 from sage_aot._call.sparse import Sparse
 from sage_aot._problem.arguments import block_sizes_of
 from sage_aot._problem.problem import heads_first
@@ -102,7 +102,8 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
         q, k: this process's share of the tokens, as :func:`sage_aot.attn` takes them; the ranks of the group have the
             shares in their order. Every process of the group must call this.
         sparse: without `tail` and `least_alike`, and with as many queries in a block as keys. The blocks of a query's
-            own place are always seen, so that the first step of a ring gives each query a log-sum-exp.
+            own place are always seen, so that the first step of a ring gives each query a log-sum-exp. To `mass` the
+            last block of a share weighs as much as one that is full.
         group: of torch.distributed; None: all processes.
         lengths: the tokens of each rank's share; None: all have as many as this one.
         scale, layout: as :func:`sage_aot.attn`.
@@ -111,14 +112,20 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
         For each rank the mask of this process's queries and that rank's keys.
 
     Raises:
-        ArgumentError: `lengths` are not those of q and k.
+        ArgumentError: `lengths` are not those of q and k, or another argument is not of its type.
         UnsupportedError: `sparse` is not as described.
     """
+    if not isinstance(sparse, Sparse):
+        raise ArgumentError(f"sparse: expected a sage_aot.Sparse, got {type(sparse).__name__}")
+    if scale is not None and not is_finite(scale):
+        raise ArgumentError(f"scale: expected None or a finite number, got {scale!r}")
     block_q, block_k = block_sizes_of(sparse.block_size)
     if sparse.tail or sparse.least_alike > 0 or block_q != block_k:
         raise UnsupportedError(f"sparse: expected no tail, no least_alike, and as many queries as keys in a block of a "
                                f"ring, got {sparse}; change these, or use Ulysses")
     of_q, of_k = (pooled_of(name, x, block_k, False, True, layout) for name, x in (("q", q), ("k", k)))
+    if not (lengths is None or isinstance(lengths, Sequence)):
+        raise ArgumentError(f"lengths: expected None or the tokens of each rank, got {lengths!r}")
     lengths = [of_k.shape[2]] * dist.get_world_size(group) if lengths is None else list(lengths)
     own = lengths[dist.get_rank(group)] if len(lengths) == dist.get_world_size(group) else None
     if own is None or {own, of_q.shape[2]} != {of_k.shape[2]}:

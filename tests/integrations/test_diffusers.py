@@ -685,3 +685,36 @@ def test_ends_of_a_sequence_in_which_text_is_split_are_refused(ends):
 def test_which_models_split_their_text():
     found = {name: integration._splits_text(MODELS[name]()[0]) for name in ("flux", "qwen image", "wan", "sd3")}
     assert found == {"flux": True, "qwen image": True, "wan": False, "sd3": False}
+    ltx = model("LTXVideoTransformer3DModel", in_channels=8, out_channels=8, num_attention_heads=2, num_layers=1,
+                attention_head_dim=8, cross_attention_dim=16, caption_channels=16)
+    assert "encoder_hidden_states" in ltx._cp_plan[""] and not integration._splits_text(ltx), "another sequence"
+
+
+def test_a_plan_of_ones_own_says_where_the_text_is():
+    made, _ = cogvideox()
+    part = made.transformer_blocks[0]
+    part._diffusers_hook = SimpleNamespace(hooks={"cp": SimpleNamespace(metadata={"hidden_states": None})})
+    assert not integration._splits_text(made)
+    part._diffusers_hook.hooks["cp"].metadata["encoder_hidden_states"] = None
+    assert integration._splits_text(made)
+
+
+@pytest.mark.parametrize(("total", "degree"), [(3, 2), (30, 4), (4, 2), (5, 1)])
+def test_amounts_of_the_heads_that_a_process_has(total, degree):
+    """diffusers fills the heads up to a multiple of the degree, and drops what is too much."""
+    shares = tuple((1 + head) / total for head in range(total))
+    each, found = -(-total // degree), []
+    for rank in range(degree):
+        shared = SimpleNamespace(ulysses_degree=degree, ring_degree=1, _ulysses_local_rank=rank)
+        found += integration._SharedForward((Sparse(keep=shares), None), shared)._of_heads(
+            min(each, total - rank * each)).keep
+    assert tuple(found) == shares
+
+
+def test_layers_that_only_text_goes_through_are_none():
+    modules = {name: SimpleNamespace() for name in (
+        "text_transformer_blocks.0.self_attention", "context_embedder.token_refiner.refiner_blocks.0.attn",
+        "txt_mode_blocks.1.attn", "text_fusion.layerwise_blocks.0.attn", "visual_transformer_blocks.0.self_attention",
+        "noise_refiner.0.attention")}
+    assert integration._may_be_sparse(modules) == ["visual_transformer_blocks.0.self_attention",
+                                                   "noise_refiner.0.attention"]

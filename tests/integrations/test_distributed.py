@@ -8,9 +8,10 @@ import pytest
 import torch
 from exact import served_calls
 
-from sage_aot.errors import UnsupportedError
+from sage_aot import Sparse
+from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, report, use
-from sage_aot.integrations.distributed import ring_forward, ring_op
+from sage_aot.integrations.distributed import ring_blocks, ring_forward, ring_op
 
 
 def tensors(queries, keys, heads=4):
@@ -86,3 +87,14 @@ def test_what_sage_aot_does_not_compute_is_an_error():
     assert report() == {"dropout": 2}
     with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
         ring_op(q, q, q, softcap=1.0)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"sparse": 0.3}, "sparse: expected a sage_aot.Sparse, got float"),
+    ({"scale": "x"}, "scale: expected None or a finite number, got 'x'"),
+    ({"scale": float("nan")}, "scale: expected None or a finite number, got nan"),
+    ({"lengths": 1000}, "lengths: expected None or the tokens of each rank, got 1000")])
+def test_wrong_arguments_of_a_sparse_ring(wrong, message):
+    q, k, _ = tensors(256, 256)
+    with pytest.raises(ArgumentError, match=message):
+        ring_blocks(q, k, **{"sparse": Sparse(keep=0.5), **wrong})

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -271,6 +272,20 @@ def test_where_to_write_and_what_to_return_are_checked_as_of_any_call(tail, argu
     assert str(found.value) == str(of_any.value)
 
 
+@pytest.mark.parametrize("mapped", ["q", "k", "v", "kv", "qv", "qkv"])
+@pytest.mark.parametrize("keys", [256, 300])
+@pytest.mark.parametrize("tail", [False, True])
+def test_calls_that_vmap_maps(tail, keys, mapped):
+    """Rows of fewer queries than a block has are calls of their own, in which a sum may have another order."""
+    given = [torch.stack([one, other]) for one, other in zip(qkv(keys, keys), qkv(keys, keys, seed=1))]
+    sparse, dims = Sparse(keep=0.5, tail=tail), [0 if name in mapped else None for name in "qkv"]
+    tensors = [x if dim == 0 else x[0] for x, dim in zip(given, dims)]
+    found = torch.vmap(lambda *own: sage_aot.attn(*own, sparse=sparse), in_dims=tuple(dims))(*tensors)
+    for i in range(2):
+        alone = sage_aot.attn(*(x[i] if dim == 0 else x for x, dim in zip(tensors, dims)), sparse=sparse)
+        torch.testing.assert_close(found[i], alone, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("tail", [False, True])
 def test_what_is_written_within_a_transformation(tail):
     q, k, v = qkv()
@@ -372,6 +387,15 @@ def test_supports_answers_for_calls_that_choose():
 def test_a_wrong_setting_is_told_when_it_is_made(fields, message):
     with pytest.raises(ArgumentError, match=message):
         Sparse(**fields)
+
+
+def test_settings_keep_pythons_numbers():
+    share = torch.tensor(0.5)
+    made = Sparse(keep=share, near=np.int64(2), dense_keys=(np.int32(3), torch.tensor(4)), least_alike=np.float32(0.5))
+    share.fill_(5.0)
+    assert made == Sparse(keep=0.5, near=2, dense_keys=(3, 4), least_alike=0.5) and hash(made) == hash(made)
+    kinds = [type(x) for x in (made.keep, made.least_alike, made.near, *made.dense_keys)]
+    assert kinds == [float, float, int, int, int]
 
 
 def test_settings_are_values():
@@ -514,12 +538,12 @@ def test_bands_narrow_with_the_distance_of_frames(frames, tokens, width, first):
     (lambda: sliding_tiles((4, 8, 16), (2, 4, 8), 3), "window: expected .frames, height, width.*, got 3"),
     (lambda: sliding_tiles(4, (2, 4, 8), (1, 3, 3)), "size: expected .frames, height, width.*, got 4"),
     (lambda: radial_bands(4, 100, first="x"), "first: expected True or False, got 'x'"),
-    (lambda: sliding_tiles((4, 8, 16), (1, 4, 8), (1, 3, 3)), "block_size: expected multiples of 64"),
+    (lambda: sliding_tiles((4, 8, 16), (1, 4, 8), (1, 3, 3)), r"tile: .* multiple of 64, got \(1, 4, 8\), 32"),
     (lambda: near_and_first(100, 100, near=0), "near: expected a positive integer, got 0"),
     (lambda: near_and_first(100, 100, near=1, first="a"), "first: expected a number of blocks"),
     (lambda: radial_bands(4, 100, width=math.nan), "width: expected a number above 0, got nan"),
-    (lambda: pool_blocks(qkv()[1], (64, 128)), "block_rows: expected one number of rows"),
-    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected multiples of 64"),
+    (lambda: pool_blocks(qkv()[1], (64, 128)), r"block_rows: .* a multiple of 64, got \(64, 128\)"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected the rows of a block, .* 64, got 100"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], tail=True), "tail: expected True or False, and False without pool"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, tail=1), "tail: expected True or False, .* got 1"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, key_mask=torch.ones(1, 1, dtype=torch.bool)),

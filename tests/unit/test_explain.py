@@ -304,3 +304,14 @@ def test_a_missing_loader_is_named_before_the_gpu_is(on_a_new_gpu):
 
     with pytest.raises(UnsupportedError, match="neither cupy nor cuda-bindings"):
         CudaBackend(Without()).arch(0)
+
+
+def test_a_choice_of_blocks_is_explained_as_its_call():
+    q, k, v = tensors()
+    sparse = sage_aot.Sparse(keep=0.5)
+    assert sage_aot.explain(q, k, v, sparse=sparse).kernels.attn.spec.mask == "sparse"
+    assert "no kernel" in sage_aot.explain(q, k, v, sparse=sparse, qk="int4").error
+    with pytest.raises(ArgumentError, match="sparse: expected a sage_aot.Sparse or None, got float"):
+        sage_aot.explain(q, k, v, sparse=0.5)
+    with pytest.raises(ArgumentError, match="sparse: expected None without q, k and v"):
+        sage_aot.explain(headdim=64, sparse=sparse)

@@ -78,6 +78,20 @@ def test_sol_attns_blocks_lie_above_the_mean_by_tau_deviations(view):
     assert torch.equal(shown("Sol-Attn", view, -0.5), above)
 
 
+@pytest.mark.parametrize("tokens", [264, 320])
+def test_a_tail_is_exact_where_blocks_are_constant(tokens):
+    """A last block of fewer keys is seen, whose mean would have another weight."""
+    method = selections.METHODS["Sol-Attn"]
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, tokens, 64, generator=generator)
+    k, v = (torch.randn(1, 2, 5, 64, generator=generator).repeat_interleave(64, 2)[:, :, :tokens] for _ in range(2))
+    blocks = method.select(View(q, k), sum(method.knobs) / 2)
+    assert blocks.blocks.float().mean() < 0.9
+    found = method.attend(q, k, v, blocks)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert (found - expected).abs().sum() < 0.05 * expected.abs().sum()
+
+
 def test_sub_blocks_score_is_the_log_sum_exp_of_the_products_of_quarters(view):
     parts = products(view, BLOCK // 4, BLOCK // 4)
     ragged = torch.nn.functional.pad(parts, [0, -parts.shape[3] % 4, 0, -parts.shape[2] % 4], value=-torch.inf)

@@ -478,3 +478,20 @@ def test_what_is_no_layers_is_not_saved(tmp_path, layers):
     with pytest.raises(ArgumentError, match="layers: expected a dict of sage_aot.Sparse by the names of layers"):
         save_tuned(layers, tmp_path / "tuned.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", [lambda path: load_tuned(path), lambda path: save_tuned({}, path)])
+@pytest.mark.parametrize("path", [None, 3])
+def test_what_is_no_path_is_told(call, path):
+    with pytest.raises(ArgumentError, match=f"path: expected the path of a file, got {path}"):
+        call(path)
+
+
+def test_scalars_of_other_libraries_are_saved(tmp_path):
+    save_tuned({"a": Sparse(keep=torch.tensor(0.5), near=torch.tensor(2))}, tmp_path / "tuned")
+    assert load_tuned(tmp_path / "tuned") == {"a": Sparse(keep=0.5, near=2)}
+
+
+def test_nothing_to_tune_is_told():
+    with pytest.raises(ArgumentError, match="tune: expected q, k and v with elements, got an empty tensor"):
+        tune(tuple(torch.randn(3, 1, 2, 0, 64)))
