@@ -327,7 +327,7 @@ _LEVELS = "timestep", "timesteps", "t"
 """Names under which models of diffusers get their noise level."""
 
 _OF_TEXT = re.compile(r"token_refiner|context_refiner|connector|text_transformer_blocks|txt_mode_blocks|text_fusion")
-"""Parts of names of modules that only text goes through, beside a model's own layers."""
+"""Parts of names of modules that only text goes through, in addition to a model's own layers."""
 
 
 @cache
