@@ -115,14 +115,6 @@ def test_a_knob_is_that_of_the_wanted_density(view, name):
     assert found == selections.density(METHODS[name].select(view, knob), view) == pytest.approx(0.25, abs=0.05)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_each_method_has_a_color(name):
-    pytest.importorskip("matplotlib")
-    import plot_sparse
-
-    assert plot_sparse.color_of(name).startswith("#")
-
-
 # --- sparse_calls.py --------------------------------------------------------------------------------------------------
 
 
