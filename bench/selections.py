@@ -367,7 +367,7 @@ def published(block: int) -> list[Method]:
             small("Sol-Attn", scores=by_means, pick=above_mean, tail=True, knobs=(-6.0, 6.0)),
             small("SubBlock", scores=by_sub_blocks, pick=best_share),
             small("VSA", scores=by_means, pick=best_share, orders=("cubes",), causal=False),
-            small("SLA", scores=by_means, pick=best_share, orders=("raster",), causal=False),  # in cubes VSA's choice
+            small("SLA", scores=by_means, pick=best_share, orders=("raster",), causal=False),  # in cubes it is VSA
             places("Radial", block=(128, 128), pick=bands, causal=False, knobs=(1e-3, 64.0)),
             make("Sliding tiles", block=(384, 384), scores=itself, pick=best_windows, orders=("tiles",), causal=False),
             places("near + first", block=(block, block), pick=partial(near_blocks, block=block), knobs=(1.0, 256.0))]

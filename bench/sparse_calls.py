@@ -105,7 +105,8 @@ def parts_of_selection(q: torch.Tensor, k: torch.Tensor, density: float) -> dict
 
 
 def in_torch(q: torch.Tensor, k: torch.Tensor, density: float) -> torch.Tensor:
-    """Choose the best blocks of each row as select_blocks does, in plain torch and by means in bf16."""
+    """Choose the best blocks of each row by the products of means, in plain torch and bf16, without first and near
+    blocks."""
     scores = means_in_torch(q) @ means_in_torch(k).mT
     best = scores.topk(max(1, int(density * scores.shape[-1])), -1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)

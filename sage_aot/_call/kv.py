@@ -132,9 +132,10 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
         raise ArgumentError("pool: expected None with a key_mask, since calls with a QuantizedKV that has one choose "
                             f"no blocks, got {pool!r}; leave the key mask out, and pass attn_mask=key_mask[:, None, "
                             f"None] to attn")
-    if not isinstance(tail, bool) or tail and pool is None:
-        raise ArgumentError(f"tail: expected True or False, and False without pool, got {tail!r}; pass pool, the keys "
-                            f"of a block")
+    if not isinstance(tail, bool):
+        raise ArgumentError(f"tail: expected True or False, got {tail!r}")
+    if tail and pool is None:
+        raise ArgumentError("tail: expected False without pool, got True; pass pool, the keys of a block")
     if is_transformed():
         check_no_derivative(k=k, v=v)
     asked = Asked(False, None, layout, qk, smooth_q, smooth_k, smooth_v, rotate, clip, pv_accum, p)

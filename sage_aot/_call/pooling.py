@@ -12,17 +12,16 @@ from sage_aot._call.backends import backend_of, surroundings
 from sage_aot._call.ops import LIBRARY, TAGS, implement
 from sage_aot._call.pipeline import ByKind
 from sage_aot._problem.arguments import (
-    block_sizes_of,
+    block_rows_of,
     check_dense,
     check_device,
     check_last_stride,
     check_tensors_are,
 )
 from sage_aot._problem.derivatives import is_differentiated, is_transformed
-from sage_aot._problem.options import LAYOUTS, integer_of
+from sage_aot._problem.options import LAYOUTS
 from sage_aot._problem.problem import DTYPES, heads_first
 from sage_aot._problem.selection import Pooling
-from sage_aot._problem.tensors import MASK_BLOCK
 from sage_aot.errors import ArgumentError
 
 DEFAULT_BLOCK = 128
@@ -82,11 +81,7 @@ def pooled_of(name: str, x: Any, block_rows: Any, centre: bool, means: bool, lay
               name_of_rows: str = "block_rows") -> PooledBlocks:
     """:func:`pool_blocks` of an argument that has another name, as errors call it."""
     rows = rows_of_caller(name, x, layout)
-    number = integer_of(block_rows)
-    if number is None or number <= 0 or number % MASK_BLOCK:
-        raise ArgumentError(f"{name_of_rows}: expected the rows of a block, a multiple of {MASK_BLOCK}, got "
-                            f"{block_rows!r}")
-    block_rows, _ = block_sizes_of(number, name_of_rows)
+    block_rows = block_rows_of(block_rows, name_of_rows)
     data, found = _pool(rows, block_rows, centre, means)
     batch, heads, seq, headdim = rows.shape
     return PooledBlocks((batch, heads, seq, headdim), block_rows, x.dtype, found if means else None, data)

@@ -61,7 +61,7 @@ class Sparse:
         if len(given) != 1:
             raise ArgumentError(f"Sparse: expected one of keep, mass and tau, got {', '.join(given) or 'none'}")
         by, = given
-        for name in (by, "block_size", "first", "near", "least_alike", "dense_keys", "dense_queries"):
+        for name in (by, "block_size", "first", "near", "least_alike", "dense_keys", "dense_queries", "tail"):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         block_sizes_of(self.block_size)
         check_numbers(by, getattr(self, by), self.first, self.near, self.least_alike, self.dense_keys,
@@ -83,8 +83,8 @@ class Sparse:
 
 
 def _plain(value: Any) -> Any:
-    """The value as a setting keeps it: scalars of NumPy and torch as Python's, a list, which has no hash, as a
-    tuple."""
+    """The value as a setting keeps it: scalars of NumPy and torch as Python's, a list, which has no hash, as a tuple.
+    Not scalar_of() of all: it puts a guard on a tracer's symbols, and code would be compiled anew for each number."""
     if isinstance(value, (list, tuple)):
         return tuple([_plain(each) for each in value])
     return scalar_of(value) if hasattr(value, "item") else value

@@ -69,15 +69,24 @@ def length_of(name: str, length: object) -> int:
     return found
 
 
-def block_sizes_of(block_size: Any, name: str = "block_size") -> tuple[int, int]:
+def block_rows_of(rows: Any, name: str) -> int:
+    """Rows of a block; ArgumentError for what is no multiple of 64."""
+    found = integer_of(rows)
+    if found is None or not 0 < found <= MOST_OF_BLOCK or found % MASK_BLOCK:
+        raise ArgumentError(f"{name}: expected the rows or keys of one block, a multiple of {MASK_BLOCK} and at most "
+                            f"{MOST_OF_BLOCK}, got {rows!r}")
+    return found
+
+
+def block_sizes_of(block_size: Any) -> tuple[int, int]:
     """Queries and keys of a block; ArgumentError for sizes that are no multiples of 64."""
     given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     sizes = tuple(map(integer_of, given))
     if len(sizes) != 2 or any(size is None or size <= 0 or size % MASK_BLOCK for size in sizes):
-        raise ArgumentError(f"{name}: expected multiples of {MASK_BLOCK}, one or (queries, keys), got {block_size!r}; "
-                            f"of smaller blocks pass their elements as attn_mask")
+        raise ArgumentError(f"block_size: expected multiples of {MASK_BLOCK}, one or (queries, keys), got "
+                            f"{block_size!r}; of smaller blocks pass their elements as attn_mask")
     if any(size > MOST_OF_BLOCK for size in sizes):  # type: ignore[operator]
-        raise ArgumentError(f"{name}: expected at most {MOST_OF_BLOCK} queries and keys in a block, got "
+        raise ArgumentError(f"block_size: expected at most {MOST_OF_BLOCK} queries and keys in a block, got "
                             f"{block_size!r}; of one block for all of them leave the blocks out")
     return sizes  # type: ignore[return-value]
 

@@ -81,8 +81,8 @@ class Sparsely:
 
 @dataclass(frozen=True)
 class SharedSparse(Sparse):
-    """Choice for a sequence whose text lies in several places, as processes that share it have it: each has a part of
-    the text next to its part of all else."""
+    """Choice of blocks for a sequence that processes split: each process's part holds some text and some image, so that
+    the text lies in several places. Its blocks are dense in addition to what the choice counts."""
 
     text: tuple[tuple[int, int], ...] = ()
     """(begin, end) of the text's tokens, which stay dense as keys and as queries."""
@@ -109,7 +109,7 @@ def with_dense(mask: BlockMask, queries: Sequence[tuple[int, int]], keys: Sequen
 
 
 def _of_blocks(begin: int, end: int, block: int) -> slice:
-    """The entries of a mask that have one of these tokens, all of their blocks."""
+    """Slice of a mask's entries of 64 that covers every block with a token in [begin, end)."""
     entries = block // MASK_BLOCK
     return slice(begin // block * entries, -(-end // block) * entries)
 

@@ -235,12 +235,12 @@ def enable(target: ModelMixin | DiffusionPipeline, *, sparse: Sparse | Mapping[s
     free = {model: _free_modules(model) for model in _models_of(target)}
     _check_free(target, free)
     layers = _sparse_layers(sparsely, free)
+    text = (0, 0) if sparsely is None else ends_of("text_tokens", sparsely.text_tokens)
     for model, modules in free.items():
         if modules:
             _serve_model(model, [module.processor for module in modules.values()], backend)
-            text = (0, 0) if sparsely is None else ends_of("text_tokens", sparsely.text_tokens)
-            chosen = {modules[name]: _sparse_backend(one, text, _splits_text(model))
-                      for name, one in layers[model].items()}
+            is_split = bool(layers[model]) and _splits_text(model)
+            chosen = {modules[name]: _sparse_backend(one, text, is_split) for name, one in layers[model].items()}
             _choose_blocks(model, chosen, backend, counted)
     return sum(map(len, free.values()))
 
@@ -327,7 +327,7 @@ _LEVELS = "timestep", "timesteps", "t"
 """Names under which models of diffusers get their noise level."""
 
 _OF_TEXT = re.compile(r"token_refiner|context_refiner|connector|text_transformer_blocks|txt_mode_blocks|text_fusion")
-"""Parts of names of modules that only text goes through, in addition to a model's own layers."""
+"""Parts of the names of modules that only text goes through. They stay dense."""
 
 
 @cache
@@ -364,8 +364,9 @@ def _may_be_sparse(modules: dict[str, Any]) -> list[str]:
 
 def _splits_text(model: ModelMixin) -> bool:
     """True where diffusers' context parallelism gives each process a part of a model's text next to its part of the
-    image, and not a part of the two in one sequence: where it splits the text, which is no other sequence that the
-    image attends to. The plan is that which the model runs by, if it does; else that of its class."""
+    image, as with Flux and Qwen-Image: where the plan splits `encoder_hidden_states`, and these join the image's
+    sequence. (LTX's are split too, but cross-attention alone reads them.) Reads the plan in the model's hooks if there
+    is one, else the plan of its class."""
     hooks = (hook for module in model.modules()
              for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values())
     plans = [hook.metadata for hook in hooks if isinstance(getattr(hook, "metadata", None), dict)]
@@ -373,22 +374,22 @@ def _splits_text(model: ModelMixin) -> bool:
     is_split = any("encoder_hidden_states" in plan for plan in plans if isinstance(plan, dict))
     modules = _attention_of(model)
     is_joined = any(getattr(module, "add_k_proj", None) is not None for module in modules.values())
-    return is_split and (is_joined or not any(name.endswith("attn2") for name in modules))  # LTX's, to the text
+    return is_split and (is_joined or not any(name.endswith("attn2") for name in modules))  # cross-attention
 
 
-def _choose_blocks(model: ModelMixin, layers: dict[Any, Any], backend: Any, steps: Steps | None) -> None:
+def _choose_blocks(model: ModelMixin, backends: dict[Any, Any], backend: Any, steps: Steps | None) -> None:
     """Give these attention modules of a model their sparse backends, and its others the dense one."""
     before: _Before = vars(model)[_STATE]
     _forget_blocks(before)
-    for module, sparse in layers.items():
+    for module, own in backends.items():
         if hasattr(module.processor, "_attention_backend"):
-            before.chosen.append((module.processor, "_attention_backend", sparse, backend))
+            before.chosen.append((module.processor, "_attention_backend", own, backend))
         else:
             kind: Any = type(module)
             before.modules.append((module, kind))
             module.__class__ = _sparse_kind(kind)
-            before.chosen.append((module, _BACKEND, sparse, None))
-    before.steps = steps if layers else None
+            before.chosen.append((module, _BACKEND, own, None))
+    before.steps = steps if backends else None
     _set_blocks(before, is_dense=False)
     _set_kind(model, before)
 
@@ -464,8 +465,8 @@ def _forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 class _SharedForward:
     """:func:`_forward` of one sparse call that processes share. Of Ulysses each has whole sequences of some heads; in a
     ring the blocks of all keys are chosen in the first step, and each step gets those of its share. `chosen`: the
-    choice, and how many first and last tokens of the model's sequence are text of which each process has a part; None
-    where the sequence is the model's own, in the order of the processes."""
+    choice, and (first, last) text tokens of which each process holds a part; None where the processes' parts in a row
+    are the model's sequence, so that dense_keys and dense_queries already say where its text is."""
 
     def __init__(self, chosen: tuple[Sparse, tuple[int, int] | None], shared: Any) -> None:
         sparse, text = chosen
@@ -489,8 +490,8 @@ class _SharedForward:
         return _forward(ctx, query, key, *others, **{**named, "blocks": next(self.of_steps)})
 
     def _of_heads(self, heads: int) -> Sparse:
-        """The part of amounts for each head that belongs to this rank's heads. The last ranks have fewer heads where
-        their number is no multiple of the degree."""
+        """Choice with this rank's part of amounts for each head. Where the degree does not divide the heads, diffusers
+        gives each rank as many, rounded up, and the last rank the rest."""
         degree = self.shared.ulysses_degree
         rank = self.shared._ulysses_local_rank if degree > 1 else 0
         of_heads: dict[str, Any] = {name: amount[rank * -(-len(amount) // degree):][:heads] for name in CHOOSE_BY

@@ -112,11 +112,15 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
         For each rank the mask of this process's queries and that rank's keys.
 
     Raises:
-        ArgumentError: `lengths` are not those of q and k, or another argument is not of its type.
+        ArgumentError: `lengths` are not those of q and k, or another argument is not as described.
         UnsupportedError: `sparse` is not as described.
     """
     if not isinstance(sparse, Sparse):
-        raise ArgumentError(f"sparse: expected a sage_aot.Sparse, got {type(sparse).__name__}")
+        raise ArgumentError(f"sparse: expected a sage_aot.Sparse, got {type(sparse).__name__}; pass "
+                            f"sage_aot.Sparse(keep=...)")
+    if not (lengths is None or isinstance(lengths, Sequence)):
+        raise ArgumentError(f"lengths: expected None or the tokens of each rank, got {lengths!r}; pass a list of "
+                            f"integers")
     if scale is not None and not is_finite(scale):
         raise ArgumentError(f"scale: expected None or a finite number, got {scale!r}")
     block_q, block_k = block_sizes_of(sparse.block_size)
@@ -124,8 +128,6 @@ def ring_blocks(q: torch.Tensor, k: torch.Tensor, sparse: Sparse, group: Any = N
         raise UnsupportedError(f"sparse: expected no tail, no least_alike, and as many queries as keys in a block of a "
                                f"ring, got {sparse}; change these, or use Ulysses")
     of_q, of_k = (pooled_of(name, x, block_k, False, True, layout) for name, x in (("q", q), ("k", k)))
-    if not (lengths is None or isinstance(lengths, Sequence)):
-        raise ArgumentError(f"lengths: expected None or the tokens of each rank, got {lengths!r}")
     lengths = [of_k.shape[2]] * dist.get_world_size(group) if lengths is None else list(lengths)
     own = lengths[dist.get_rank(group)] if len(lengths) == dist.get_world_size(group) else None
     if own is None or {own, of_q.shape[2]} != {of_k.shape[2]}:

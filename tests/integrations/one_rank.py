@@ -86,7 +86,7 @@ def sharing(made: Any, config: dict[str, Any]) -> Any:
 
 
 def text_for(way: str) -> tuple[int, int]:
-    """The text of a call of :func:`sparse_calls`, (first, last): of any length where lengths may be."""
+    """(first, last) text tokens of a call of :func:`sparse_calls`; an odd number where shares may be uneven."""
     return 257 if "any" in way else 258, 2
 
 
@@ -110,8 +110,8 @@ def sparse_calls(name: str, config: Any, text: tuple[int, int] | None = None) ->
     backend = integration._sparse_backend(SPARSE)
     if text is not None:
         backend = integration._sparse_backend(SPARSE, text, is_split=True)
-        labels = torch.tensor([True, False, True]).repeat_interleave(torch.tensor([
-            text[0], q.shape[1] - sum(text), text[1]])).split([text[0], q.shape[1] - sum(text), text[1]])
+        counts = text[0], q.shape[1] - sum(text), text[1]
+        labels = [torch.full((count,), is_text) for count, is_text in zip(counts, (True, False, True))]
         mask = with_dense_blocks(mask, torch.cat([part.tensor_split(2)[rank] for rank in range(2) for part in labels]))
     expected = attention(q, k, v, attn_mask=mask, layout="NHD").split(cut, 1)[dist.get_rank()]
     with use(Policy("possible")), torch.no_grad():
@@ -130,8 +130,8 @@ def sparse_calls(name: str, config: Any, text: tuple[int, int] | None = None) ->
 
 
 def text_of_model(way: str, name: str, config: dict[str, Any]) -> None:
-    """The queries that see all blocks of a sparse model are those of its text: of those that differ where the text
-    does, in the first layer. "exact" counts the blocks of which that is not so."""
+    """Check that the queries that see all blocks are the text's, which in the first layer are those that change with
+    the text. "exact" counts the blocks of which that is not so."""
     made, inputs, _ = long(name)
     if name == "qwen image":
         made = model("QwenImageTransformer2DModel", **{**dict(made.config), "num_attention_heads": 2})

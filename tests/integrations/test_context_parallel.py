@@ -25,6 +25,7 @@ def test_two_processes_compute_what_one_does():
         f"{way}{text}": {"sage_aot": calls, "sage_aot, sparse": calls} for text in ("", ", text") for way, calls in (
             ("ring", 2), ("ring, any length", 2), ("ulysses", 1), ("ulysses, any length", 1))}
     assert all(result["seen"] < 0.8 for result in of_sparse.values()), results
+    assert {result["tokens"] for result in results if "text of" in result} == {76, 151, 152}  # a ring: of a share
     texts = [(result["text of"], result["shared by"]) for result in results if "text of" in result]
     assert sorted(texts) == sorted((name, way) for name in ("flux", "qwen image") for way in of_models)
     assert all(0 < result["kernels"] < 0.06 for result in of_sparse.values()), results

@@ -22,6 +22,7 @@ diffusers = pytest.importorskip("diffusers", minversion="0.36")
 from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.attention import AttentionModuleMixin  # noqa: E402
 
+import sage_aot  # noqa: E402
 from sage_aot import Sparse  # noqa: E402
 from sage_aot.errors import ArgumentError, UnsupportedError  # noqa: E402
 from sage_aot.integrations import Policy, _routes, _serve, report, reset_report, use  # noqa: E402
@@ -685,9 +686,31 @@ def test_ends_of_a_sequence_in_which_text_is_split_are_refused(ends):
 def test_which_models_split_their_text():
     found = {name: integration._splits_text(MODELS[name]()[0]) for name in ("flux", "qwen image", "wan", "sd3")}
     assert found == {"flux": True, "qwen image": True, "wan": False, "sd3": False}
+    for name in ("Flux2Transformer2DModel", "LTX2VideoTransformer3DModel"):
+        assert any("encoder_hidden_states" in plan for plan in getattr(diffusers, name)._cp_plan.values()
+                   if isinstance(plan, dict)), "as it was when _splits_text was written"
     ltx = model("LTXVideoTransformer3DModel", in_channels=8, out_channels=8, num_attention_heads=2, num_layers=1,
                 attention_head_dim=8, cross_attention_dim=16, caption_channels=16)
     assert "encoder_hidden_states" in ltx._cp_plan[""] and not integration._splits_text(ltx), "another sequence"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_text_of_a_ring_whose_steps_have_the_shares_of_several_processes(rank, monkeypatch):
+    """Ring 2 x Ulysses 2, unevenly: each step has the parts of two of the four processes."""
+    counts = (258, 1280, 2)
+    parts = [torch.cat([part.tensor_split(4)[process] for part in (
+        torch.full((count,), of_text) for count, of_text in zip(counts, (True, False, True)))]) for process in range(4)]
+    shares = [torch.cat(parts[:2]), torch.cat(parts[2:])]
+    text = [torch.stack([block.any() for block in share.split(64)]) for share in shares]
+    masks = [sage_aot.block_mask(torch.zeros(1, 1, len(text[rank]), len(of), dtype=torch.bool), 64) for of in text]
+    monkeypatch.setattr(integration, "ring_blocks", lambda *_, **named: masks)
+    monkeypatch.setattr(integration.dispatch, "gather_size_by_comm", lambda *_: [len(share) for share in shares])
+    shared = SimpleNamespace(ring_degree=2, ulysses_degree=2, _ulysses_local_rank=0, _ring_local_rank=rank,
+                             ring_anything=True, _ring_mesh=SimpleNamespace(get_group=lambda: None))
+    forward = integration._SharedForward((Sparse(keep=0.5, block_size=64), (counts[0], counts[2])), shared)
+    x = torch.zeros(1, len(shares[rank]), 1, 64)
+    for step, found in enumerate(forward._of_ring(forward.sparse, x, x, x, None, 0.0, False, None)):
+        assert torch.equal(found.blocks[0, 0], text[rank][:, None] | text[(rank + step) % 2])
 
 
 def test_a_plan_of_ones_own_says_where_the_text_is():

@@ -96,5 +96,5 @@ def test_what_sage_aot_does_not_compute_is_an_error():
     ({"lengths": 1000}, "lengths: expected None or the tokens of each rank, got 1000")])
 def test_wrong_arguments_of_a_sparse_ring(wrong, message):
     q, k, _ = tensors(256, 256)
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):  # before anything asks for the processes
         ring_blocks(q, k, **{"sparse": Sparse(keep=0.5), **wrong})

@@ -7,12 +7,12 @@ import torch
 from blocks import BLOCK, clear
 from exact import attention
 
-from sage_aot import Sparse, block_mask
+from sage_aot import Sparse, attn, block_mask, quantize_kv
 from sage_aot.errors import ArgumentError, UnsupportedError
 from sage_aot.integrations import Policy, _serve, audit, report
 from sage_aot.integrations._rules import HostCall, blocks_of
 from sage_aot.integrations._serve import attend
-from sage_aot.integrations._sparse import Sparsely, Steps, spans_of_text, text_of_shares, with_dense
+from sage_aot.integrations._sparse import SharedSparse, Sparsely, Steps, spans_of_text, text_of_shares, with_dense
 
 SPARSE = Sparse(keep=0.25)
 Q, K, V = clear()
@@ -141,6 +141,21 @@ def test_the_text_of_shares(text, shares):
     tokens = torch.arange(20)
     assert torch.equal(sum(((begin <= tokens) & (tokens < end) for begin, end in spans), torch.zeros(20).bool()), whole)
     assert all(begin < end for begin, end in spans)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_text_is_dense_where_other_blocks_count_by_their_means(is_stored):
+    """The last block, which has fewer keys, is seen as well."""
+    q, k, v = clear(last=50)
+    sparse = SharedSparse.of(Sparse(keep=0.1, tail=True, first=0), ((130, 140), (700, 701)))
+    keys = (quantize_kv(k, v, pool=BLOCK, tail=True),) if is_stored else (k, v)
+    blocks = with_dense(Sparse(keep=0.1, tail=True, first=0).select(q, k), sparse.text, sparse.text)
+    assert torch.equal(sparse.select(q, k).blocks, blocks.blocks)
+    assert blocks.blocks[:, :, [2, 10]].all() and blocks.blocks[..., [2, 10, -1]].all()
+    exact = attn(q, k, v)
+    error, without = ((attn(q, *keys, sparse=each) - exact)[:, :, 128:256].abs().mean()
+                      for each in (sparse, Sparse(keep=0.1, tail=True, first=0)))
+    assert error < without / 2
 
 
 def test_spans_take_the_blocks_that_they_touch():

@@ -313,6 +313,13 @@ def test_a_call_without_heads_chooses_nothing():
     assert sage_aot.attn(q, q, q, sparse=KEEP).shape == q.shape
 
 
+def test_a_tail_of_no_quantized_keys_is_zeros():
+    q, k, v = qkv()
+    kv = sage_aot.quantize_kv(k[:, :, :0], v[:, :, :0], pool=64, tail=True)
+    out, lse = sage_aot.attn(q, kv, sparse=Sparse(keep=0.5, tail=True, block_size=64), return_lse=True)
+    assert out.shape == q.shape and not out.any() and (lse == -math.inf).all()
+
+
 def test_a_tail_of_no_entries_is_empty():
     q, k, v = (x[:0] for x in qkv())
     assert sage_aot.attn(q, k, v, sparse=Sparse(keep=0.4, tail=True)).shape == q.shape
@@ -542,10 +549,10 @@ def test_bands_narrow_with_the_distance_of_frames(frames, tokens, width, first):
     (lambda: near_and_first(100, 100, near=0), "near: expected a positive integer, got 0"),
     (lambda: near_and_first(100, 100, near=1, first="a"), "first: expected a number of blocks"),
     (lambda: radial_bands(4, 100, width=math.nan), "width: expected a number above 0, got nan"),
-    (lambda: pool_blocks(qkv()[1], (64, 128)), r"block_rows: .* a multiple of 64, got \(64, 128\)"),
-    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected the rows of a block, .* 64, got 100"),
-    (lambda: sage_aot.quantize_kv(*qkv()[1:], tail=True), "tail: expected True or False, and False without pool"),
-    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, tail=1), "tail: expected True or False, .* got 1"),
+    (lambda: pool_blocks(qkv()[1], (64, 128)), r"block_rows: .* a multiple of 64 .*, got \(64, 128\)"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=100), "pool: expected the rows or keys .* 64 .*, got 100"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], tail=True), "tail: expected False without pool, got True"),
+    (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, tail=1), "tail: expected True or False, got 1"),
     (lambda: sage_aot.quantize_kv(*qkv()[1:], pool=64, key_mask=torch.ones(1, 1, dtype=torch.bool)),
      "pool: expected None with a key_mask"),
     (lambda: radial_bands(0, 100), "frames: expected a positive integer, got 0"),

@@ -313,5 +313,8 @@ def test_a_choice_of_blocks_is_explained_as_its_call():
     assert "no kernel" in sage_aot.explain(q, k, v, sparse=sparse, qk="int4").error
     with pytest.raises(ArgumentError, match="sparse: expected a sage_aot.Sparse or None, got float"):
         sage_aot.explain(q, k, v, sparse=0.5)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 1], dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="sparse: expected None in a call of attn_varlen"):
+        sage_aot.explain(q[0], k[0], v[0], sparse=sparse, max_seqlen_q=1, max_seqlen_k=1, **lengths)
     with pytest.raises(ArgumentError, match="sparse: expected None without q, k and v"):
         sage_aot.explain(headdim=64, sparse=sparse)
