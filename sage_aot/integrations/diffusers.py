@@ -479,7 +479,7 @@ class _SharedForward:
         self.of_steps: Iterator[BlockMask | None] | None = None
 
     def __call__(self, ctx: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, **named: Any) -> Any:
-        sparse = self._of_heads(query.size(2))
+        sparse = self._of_rank()
         if self.shared.ring_degree == 1:
             if self.text is not None:
                 text = spans_of_text(text_of_shares(self.text, key.size(1), self.shared.ulysses_degree))
@@ -489,13 +489,18 @@ class _SharedForward:
             self.of_steps = iter(self._of_ring(sparse, query, key, *others))
         return _forward(ctx, query, key, *others, **{**named, "blocks": next(self.of_steps)})
 
-    def _of_heads(self, heads: int) -> Sparse:
+    def _of_rank(self) -> Sparse:
         """Choice with this rank's part of amounts for each head. Where the degree does not divide the heads, diffusers
         gives each rank as many, rounded up, and the last rank the rest."""
         degree = self.shared.ulysses_degree
         rank = self.shared._ulysses_local_rank if degree > 1 else 0
-        of_heads: dict[str, Any] = {name: amount[rank * -(-len(amount) // degree):][:heads] for name in CHOOSE_BY
-                                    if isinstance(amount := getattr(self.sparse, name), tuple)}
+
+        def part(amounts: tuple[float, ...]) -> tuple[float, ...]:
+            heads = -(-len(amounts) // degree)
+            return amounts[rank * heads:][:heads]
+
+        of_heads: dict[str, Any] = {name: part(amounts) for name in CHOOSE_BY
+                                    if isinstance(amounts := getattr(self.sparse, name), tuple)}
         return replace(self.sparse, **of_heads)
 
     def _of_ring(self, sparse: Sparse, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
