@@ -36,6 +36,9 @@ TOOLCHAINS: dict[str, Toolchain] = {"nvrtc": nvrtc, "nvcc": nvcc}
 _COMMAND_FILES = ("compiler.py", "census.py", "nvdisasm.py", "kernel_info.py", "targets.py")
 """Files of codegen, in addition to the toolchain's own, on which the outputs of a compile command depend."""
 
+_COMMENT = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\[^'\n]+|[^'\\\n])'""", re.DOTALL)
+"""A comment of C++, or what may hold the characters of one: a string or a character."""
+
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTILINE)
 
 
@@ -117,16 +120,23 @@ class Compilation:
         return {kernel: key(kernel) for kernel in kernels}
 
     def source_sha256(self, kernel: PlannedKernel) -> str:
-        """sha256 of the compiler's whole input for a rendered kernel: each file with its name, the target, the
-        flags."""
+        """sha256 of the compiler's whole input for a rendered kernel: each file with its name, less its comments, the
+        target, the flags."""
         source, include = source_path(kernel, self.project), self.project.include
         files = {source.name: source, **{path.relative_to(include).as_posix(): path
                                          for path in headers_of(source, include)}}
         digest = hashlib.sha256("\n".join((self.target(kernel), *self.flags)).encode())
         for name, path in sorted(files.items()):
-            data = path.read_bytes()
+            data = without_comments(path.read_text(encoding="utf-8")).encode()
             digest.update(f"\n{name} {len(data)}\n".encode() + data)
         return digest.hexdigest()
+
+
+def without_comments(text: str) -> str:
+    """C++ less its comments, and less the blanks at the end of lines. Machine code has no lines of its source: it does
+    not depend on these."""
+    code = _COMMENT.sub(lambda found: " " if found[0][0] == "/" else found[0], text)
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
 
 
 def headers_of(source: Path, *folders: Path) -> set[Path]:

@@ -14,7 +14,7 @@ import pytest
 from codegen import compilation, nvdisasm, nvrtc
 from codegen.cache import Cache
 from codegen.cli import main
-from codegen.compilation import Compilation
+from codegen.compilation import Compilation, without_comments
 from codegen.matrix import read_matrix
 from codegen.ninja import compile_all
 from codegen.project import Project
@@ -209,6 +209,22 @@ def test_only_what_a_change_reaches_is_compiled_again(project, cached, edit, cap
     edit(other.include / "sage" / "attn.cuh", "x[3] = o[0]", "x[2] = o[0]")
     back, said = built(other, capfd)
     assert "4 of 4 kernels" in said and back == built(project, capfd)[0] != changed
+
+
+def test_comments_are_no_reason_to_compile(project, cached, edit, capfd):
+    first, _ = built(project, capfd)
+    other = clone(project, "other")
+    edit(other.include / "sage" / "attn.cuh", "x[2] = o[0];", "x[2] = o[0];  // of one tile\n\n  /* and\n no other */")
+    again, said = built(other, capfd)
+    assert said == f"4 of 4 kernels from {cached}, compiled before\n" and again == first
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    ("a;  // b\n\n  c;\n", "a;\n  c;"), ("a /* b\n // c */ d", "a   d"), ('"// a" b  // "c"', '"// a" b'),
+    ("""'"' // a""", """'"'"""), (r'"a\"// b" // c', r'"a\"// b"'),
+    ("1'000 // it's\n2", "1'000\n2"), ("a / b", "a / b")], ids=str)
+def test_comments_are_told_from_code(text, code):
+    assert without_comments(text) == code
 
 
 def test_a_damaged_cubin_is_compiled_again(project, cached, capfd):
