@@ -16,13 +16,13 @@ from codegen.files import write_if_changed
 from codegen.matrix import Matrix, PlannedKernel
 from codegen.project import Project
 from sage_aot._families import FAMILIES
-from sage_aot._kernels.spec import capability_of
+from sage_aot._kernels.spec import capability_of, statistics_entry
 
 CONTEXT = {
     "attn": ("name", "template", "row", "headdim", "qk", "pv", "pv_accum", "p", "mask", "smooth_v",
              "smooth_q", "block_m", "block_n", "warp_m", "stages", "v_stages", "min_blocks"),
-    "quant": ("name", "template", "row", "entries", "headdim", "qk", "pv", "block_m", "other_block_m", "block_n",
-              "warp_m", "key_norms", "threads", "min_blocks"),
+    "quant": ("name", "template", "row", "entries", "statistics_entries", "headdim", "qk", "pv", "block_m",
+              "other_block_m", "block_n", "warp_m", "key_norms", "threads", "min_blocks", "programmatic"),
     "pack": ("name", "template", "row", "threads"),
     "lists": ("name", "template", "row", "threads"),
     "pool": ("name", "template", "row", "entries", "headdim", "threads"),
@@ -74,6 +74,8 @@ def context(kernel: PlannedKernel) -> dict[str, object]:
         "row": kernel.row,
         "family": kernel.family,
         "entries": [(spec.entry(rows), enumerator("SourceRows", rows)) for rows in spec.rows],
+        "statistics_entries": [(statistics_entry(spec.entry(rows)), enumerator("SourceRows", rows))
+                               for rows in spec.rows],
         "entries_by_packed": [(spec.entry(rows, packed), enumerator("SourceRows", rows), packed)
                               for packed in spec.packed for rows in spec.rows],
         "headdim": axes.get("headdim"),

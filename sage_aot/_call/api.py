@@ -102,13 +102,16 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             ``"auto"`` does so for int4 and nvfp4. The workspace grows by 4 bytes per key, head and tile of q (64 to 256
             queries), up to 256 MiB, or one head's share where that is more.
         smooth_k: subtract the mean of k over a sample of 64 keys before quantizing. The exact result does not change;
-            the quantization error falls where channels of k have offsets. Switch it off only to compare.
+            the quantization error falls where channels of k have offsets. For int8 without `rotate`, channels of k that
+            are far larger than most are also divided by powers of two, and those of q multiplied, unless q has them,
+            too: the error falls where k has such channels. Switch it off only to compare.
         smooth_v: subtract the mean of v over a sample of 64 keys before quantizing, and add it to the output. It pays
             with FP8 P·V where channels of v have offsets. With f16 P·V it gains nothing: f16 holds such a v as it is.
         rotate: multiply q and k by the Hadamard matrix before quantizing; the exact result does not change. A channel
             of q or k whose values are much larger than the others' then no longer sets the scale of its row. (Where a
             channel is large by an offset, smoothing takes the offset off.) ``"auto"`` does so for int4. For int8,
-            quantization takes 1.5 to 1.8 times as long.
+            quantization takes 1.5 to 1.8 times as long, and `smooth_k` alone does nearly as well where k has the
+            channels.
         clip: int4 only: choose for each scale group (a row of q, 16 keys) the clip, of six, with the least squared
             error.
         pv_accum: how P·V adds up over the keys. ``"auto"``: the best of the GPU's kernels, ``"f32"`` where P and V are

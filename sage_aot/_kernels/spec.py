@@ -120,13 +120,18 @@ class DeltaSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class QuantSpec(KernelSpec):
-    """Quantization of Q, K and V."""
+    """Quantization of Q, K and V, and in a launch in front of it statistics of K and V."""
 
     kind = "quant"
     rows = ROWS
     headdim: int
     qk: str
     pv: str
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        quantizers = super().entries
+        return (*quantizers, *map(statistics_entry, quantizers))
 
 
 @dataclass(frozen=True)
@@ -257,6 +262,11 @@ OF_BACKWARD = (*BACKWARD, *BACKWARD_TOGETHER)
 IN_EVERY_FAMILY = ("pack", "quant", "attn", "merge")
 """The kinds that every family has. Every call runs quant and attn; pack runs where a call has a key mask, lists where
 it has another boolean mask, delta where Q is smoothed, merge where keys are split (sage_aot/_launch/plan.py)."""
+
+
+def statistics_entry(quantizer: str) -> str:
+    """The entry point of the statistics that a quantizer's entry point reads."""
+    return f"{quantizer}_statistics"
 
 
 def spec_of(name: str) -> KernelSpec:

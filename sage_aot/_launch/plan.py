@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sage_aot._families import FAMILIES
 from sage_aot._kernels.axes import ROWS
 from sage_aot._kernels.manifest import KernelRecord
+from sage_aot._kernels.spec import statistics_entry
 from sage_aot._kernels.tile import Tile
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.structs import DTYPE_CODES, NULL, FastDivmod, Params, Tensor
@@ -24,23 +25,18 @@ DELTA_BYTES = 2**28
 """Limit in bytes on the workspace of delta_s, which takes 4 bytes per query tile, key and head. Where the heads do not
 all fit, several launches compute them, a group of heads each. One head alone may exceed the limit."""
 
-BLOCKS_A_ROUND = 12
-"""Blocks an SM for each round of the quantizer's blocks for K and V. In a round, such a block quantizes
-kv_tiles_per_block tiles. It samples the sequence once for all its rounds, so it takes as many rounds as leave this
-many blocks an SM."""
-
-MOST_ROUNDS = 4
-"""Most rounds of one block."""
-
 START, MERGE, MERGE_PARTIAL = 4.0, 5.0, 2.0
 """Costs of splits, in units of the time that a block takes for 128 keys of 128 channels. START: beginning and end of a
 block. MERGE: the launch that merges. MERGE_PARTIAL: what merging adds per block of an SM, if all rows of the query tile
 have queries. Measured on an H200 alone, whose SMs hold one block each: bench/results/h200-2026-11-25-split-keys."""
 
+BY_NOTHING, BY_K, BY_K_AND_Q = range(3)
+"""Tensors whose channels decide how Q and K are balanced: Balance of quant/params.cuh."""
+
 ALIGNMENT = 256
 """Bytes to which every buffer is aligned."""
 
-OF_KV = ("kv_hat", "k_mean", "v_scale", "v_mean", "key_rank", "key_index")
+OF_KV = ("kv_hat", "k_mean", "k_factor", "q_unit", "v_scale", "v_mean", "key_rank", "key_index")
 """Buffers that follow from k and v alone. quantize_kv returns them; other calls have them in the workspace."""
 
 KEPT = {"all": (), "kv": OF_KV, "q": OF_KV, "train": ("q_hat", "q_scale", "key_rank", "key_index")}
@@ -222,7 +218,7 @@ def launches(plan: Plan, tensors: Arguments, sm_count: int) -> list[Launch]:
     result = [_pack(plan, known)] if plan.problem.packs_keys and part != "q" else []
     if plan.problem.is_listed:
         result.append(_lists(plan, known))
-    result.append(_quantize(plan, tensors, known, sm_count))
+    result += _quantize(plan, tensors, known)
     if part == "kv":
         return result
     heads = plan.problem.runs * plan.problem.num_q_heads
@@ -281,7 +277,10 @@ def _buffer_bytes(problem: Problem, kernels: Kernels, q_tiles: int, kv_tiles: in
         "q_scale": warps * quant.fact("row_groups") * 4,
         "q_mean": q_heads * q_tiles * headdim * 4 if problem.options.smooth_q else 0,
         "k_mean": channels * 4,
+        "k_factor": channels * 4,
+        "q_unit": problem.batch * problem.num_kv_heads * 4,
         "v_scale": channels * 4,
+        "v_inv_scale": channels * 4 if problem.part != "q" else 0,
         "v_mean": channels * 4,
         "row_bias": q_heads * q_tiles * tile.block_m * 4,
         "tile_counter": 4,
@@ -330,26 +329,37 @@ def _lists(plan: Plan, known: Params) -> Launch:
     return launch_of(record, masks * blocks, known)
 
 
-def _quantize(plan: Plan, tensors: Arguments, known: Params, sm_count: int) -> Launch:
+def _quantize(plan: Plan, tensors: Arguments, known: Params) -> list[Launch]:
     """A launch that quantizes what the problem's part says; kv_blocks = 0 tells the kernel that K and V are quantized.
+    Where they are not, a launch in front of it finds their statistics, with two blocks a KV head.
     """
     problem, record = plan.problem, plan.kernels["quant"]
     kv_heads = problem.runs * problem.num_kv_heads
     q_blocks = problem.num_q_heads // problem.num_kv_heads * plan.q_tiles  # of a KV head
-    keys = record.fact("kv_tiles_per_block") * plan.kernels.attn.tile.block_n  # that a block takes in a round
-    rounds = kv_blocks = 0
+    keys = record.fact("kv_tiles_per_block") * plan.kernels.attn.tile.block_n  # that a block takes
+    kv_blocks = 0 if problem.part == "q" else kv_blocks_of(problem, keys)
     if problem.part == "kv":
         q_blocks = 0
-    if problem.part != "q":
-        blocks = kv_heads * (2 * kv_blocks_of(problem, keys) + q_blocks)
-        rounds = max(1, min(MOST_ROUNDS, blocks // (sm_count * BLOCKS_A_ROUND)))
-        kv_blocks = kv_blocks_of(problem, keys * rounds)
     per_kv_head = 2 * kv_blocks + q_blocks
-    own = {"rounds": rounds, "kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head),
-           "wants_row_bias": _wants_row_bias(plan, tensors.returns_lse)}
+    own = {"kv_blocks": kv_blocks, "blocks_per_kv_head": FastDivmod.of(per_kv_head),
+           "wants_row_bias": _wants_row_bias(plan, tensors.returns_lse), "balance": balance_of(problem)}
     read = {"kv": (tensors.k, tensors.v), "q": (tensors.q,)}.get(problem.part, (tensors.q, tensors.k, tensors.v))
-    return launch_of(record, kv_heads * per_kv_head, {**known, **own},
-                     rows_of(problem.headdim, problem.dtype, *read))
+    rows, params = rows_of(problem.headdim, problem.dtype, *read), {**known, **own}
+    quantizer = launch_of(record, kv_heads * per_kv_head, params, rows)
+    if problem.part == "q":
+        return [quantizer]
+    statistics = launch_of(record, 2 * problem.batch * problem.num_kv_heads, params, rows)
+    return [statistics._replace(entry=statistics_entry(statistics.entry)), quantizer]
+
+
+def balance_of(problem: Problem) -> int:
+    """BY_NOTHING, BY_K or BY_K_AND_Q: the tensors whose channels decide how Q and K are balanced. K may be quantized
+    before there is a Q. The backward pass multiplies by K̂ as it is; rotated rows have no channels that are larger than
+    most."""
+    options = problem.options
+    if not options.smooth_k or options.qk != "int8" or options.rotate or problem.part == "train":
+        return BY_NOTHING
+    return BY_K_AND_Q if problem.part == "all" else BY_K
 
 
 def _wants_row_bias(plan: Plan, returns_lse: bool) -> bool:

@@ -71,16 +71,17 @@ NULL: Address = ("", 0)
 
 _TENSORS = ("q", "k", "v", "out", *TENSORS, "grad_out", "grad_q", "grad_k", "grad_v", "x")
 _ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "key_rank", "key_index", "q_hat", "kv_hat", "q_scale", "q_mean", "k_mean",
-              "v_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse", "partial_out", "partial_lse",
-              "tile_lists", "tile_counts", "key_bits", "k_hat", "q_side", "kv_side", "q_sums", "q_counts",
-              "x_hat", "x_scale", "x_alike", "x_mean", "q_alike", "k_scale", "k_alike", "amounts", "selected")
+              "k_factor", "q_unit", "v_scale", "v_inv_scale", "v_mean", "row_bias", "tile_counter", "delta_s", "lse",
+              "partial_out", "partial_lse", "tile_lists", "tile_counts", "key_bits", "k_hat", "q_side", "kv_side",
+              "q_sums", "q_counts", "x_hat", "x_scale", "x_alike", "x_mean", "q_alike", "k_scale", "k_alike",
+              "amounts", "selected")
 _INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "dtype", "kv_tiles", "block_m",
-             "block_n", "columns", "rounds", "kv_blocks", "kv_heads", "first_head", "num_heads", "split_rows",
+             "block_n", "columns", "kv_blocks", "kv_heads", "first_head", "num_heads", "split_rows",
              "partial_headdim", "q_side_blocks", "log2_parts_of_kv_tile", "window_left", "window_right",
              "mask_of_batch", "mask_of_head", "block_rows", "seqlen", "centre", "q_block_count", "k_blocks", "block_q",
              "block_k", "group_rows", "pitch", "choose_by", "choose_causal", "first_kept", "near_kept",
              "dense_first_keys", "dense_last_keys", "dense_first_queries", "dense_last_queries", "wants_row_bias",
-             "unused")
+             "balance", "unused")
 _DIVISORS = ("num_q_heads", "num_kv_heads", "q_heads_per_kv_head", "q_tiles", "blocks_per_kv_head", "key_blocks",
              "tile_blocks", "splits", "row_blocks", "q_side_tiles", "kv_side_tiles", "q_blocks", "kv_blocks_of_head",
              "heads_side_by_side", "mask_heads", "x_heads", "blocks", "groups")

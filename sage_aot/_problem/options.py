@@ -176,7 +176,8 @@ class Options:
     smooth_k: bool = _option(
         True, schema="bool", expected="True or False", valid=_is_bool, samples=(True, False), refused=1,
         kinds=("quant",),
-        help="subtract the mean of k over a sample of 64 keys before quantizing")
+        help="subtract the mean of k over a sample of 64 keys before quantizing; for int8 without `rotate`, also "
+             "divide channels of k that are far larger than most by powers of two, and multiply those of q")
     smooth_v: bool = _flag(
         False, axis="v", false="vraw", true="vsmooth",
         help="subtract the mean of v over a sample of 64 keys before quantizing, and add it to the output")

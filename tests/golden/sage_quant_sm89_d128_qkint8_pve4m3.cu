@@ -16,9 +16,11 @@ struct Config {
   static constexpr bool kKeyNorms = false;  // whether a tile's line has norms of its keys
   static constexpr int kThreads = 256;
   static constexpr int kMinBlocks = 2;  // resident blocks an SM
+  static constexpr bool kProgrammatic = false;  // launched before the launch in front of it ends
 };
 
 using Quantize = sage::Quantize<Config>;
+using Statistics = sage::Statistics<Config>;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 sage_quant_sm89_d128_qkint8_pve4m3_bf16(const __grid_constant__ sage::QuantParams params) {
@@ -36,6 +38,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlock
 sage_quant_sm89_d128_qkint8_pve4m3_any(const __grid_constant__ sage::QuantParams params) {
   __shared__ Quantize::Shared shared;
   Quantize{params, shared}.run<sage::SourceRows::kAny>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+sage_quant_sm89_d128_qkint8_pve4m3_bf16_statistics(const __grid_constant__ sage::QuantParams params) {
+  __shared__ Statistics::Shared shared;
+  Statistics{params, shared}.run<sage::SourceRows::kBf16>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+sage_quant_sm89_d128_qkint8_pve4m3_f16_statistics(const __grid_constant__ sage::QuantParams params) {
+  __shared__ Statistics::Shared shared;
+  Statistics{params, shared}.run<sage::SourceRows::kF16>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+sage_quant_sm89_d128_qkint8_pve4m3_any_statistics(const __grid_constant__ sage::QuantParams params) {
+  __shared__ Statistics::Shared shared;
+  Statistics{params, shared}.run<sage::SourceRows::kAny>();
 }
 
 SAGE_KERNEL_INFO(Quantize, QuantParams);

@@ -85,7 +85,7 @@ class Case(_SizesAndOptions):
     return_lse: bool = _varied({True: 1, False: 1})  # no P is linear with a log-sum-exp
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
-                         "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_v": 1, "sparse_v": 1,
+                         "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_k": 2, "heavy_v": 1, "sparse_v": 1,
                          "vast_v": 1, "unequal": 1, "spike": 0, "stepped_v": 0, "vast_scores": 0})  # 0: for tests/sim
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
@@ -572,6 +572,21 @@ def _low(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     k[:, :, 128:] = -60.0 / (3.0 * math.log2(math.e) * case.headdim**0.5)
 
 
+def _heavy_k(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Channels of K far larger than most in every third key, by the head up to further than they may be divided;
+    channels that an offset alone makes large; halves of different sizes. The last query head of each group has some of
+    the channels, too, in its first or its last queries."""
+    q *= 0.25
+    rows = q.shape[2] // 3
+    for head in range(k.shape[1]):
+        k[:, head, ::3, head::23] *= 6.0 * 8.0 ** (head % 4)
+        last = (head + 1) * case.group - 1
+        q[:, last, :rows, head + 23:head + 24] *= 5.0
+        q[:, last, 2 * rows:, head + 46:head + 47] *= 5.0
+    k[..., 7::31] += 40.0
+    k[..., k.shape[-1] // 2:] *= 4.0
+
+
 def _heavy_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """KV tiles that need factors of their own: one value far larger than all others, and tiles of far smaller ones."""
     v[:, :, v.shape[2] // 2] *= 3000.0
@@ -614,8 +629,9 @@ def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
-            "sink": _sink, "falling": _falling, "low": _low, "heavy_v": _heavy_v, "sparse_v": _sparse_v,
-            "vast_v": _vast_v, "unequal": _unequal, "stepped_v": _stepped_v, "vast_scores": _vast_scores}
+            "sink": _sink, "falling": _falling, "low": _low, "heavy_k": _heavy_k, "heavy_v": _heavy_v,
+            "sparse_v": _sparse_v, "vast_v": _vast_v, "unequal": _unequal, "stepped_v": _stepped_v,
+            "vast_scores": _vast_scores}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

@@ -31,9 +31,9 @@ from fuzz_cases import (
     make_tensors,
     spoil,
 )
-from fuzz_kernels import against_emulated
+from fuzz_kernels import against_emulated, divides_alike
 from fuzz_oracle import Arithmetic
-from fuzz_spy import Spy, on_cpu
+from fuzz_spy import Handed, Spy, on_cpu
 from selection_checks import Selection, ends_of, failures, is_decided, sizes_of
 from training_checks import Trained, against_emulated_training, make_grad_out, train
 
@@ -220,6 +220,7 @@ def arithmetic_of(case: Case) -> Arithmetic:
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
                       rare_values=case.kind in ("sparse_v", "heavy_v"),
+                      balanced=qk == "int8" and case.smooth_k and not rotate and not case.trained,
                       of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)
 
 
@@ -244,7 +245,7 @@ def _attended(case: Case, backend: Backend, inputs: Inputs) -> tuple[str, list[M
         edges = torch.cat([made.guard[..., :1], made.guard[..., -2:]], -1)
         measures.append(same("memory around out", edges.isnan(), torch.ones_like(edges, dtype=torch.bool)))
     if case.stored and inputs.sequences is None:
-        measures += _compare_stored(case, inputs, made)
+        measures += _compare_stored(case, inputs, made, spy.handed if ran else None)
     if inputs.sequences is not None:
         measures += _contract_of_sequences(case, inputs.on_cpu(), made)
     else:
@@ -304,8 +305,9 @@ def _key_mask_of(case: Case, inputs: Inputs) -> torch.Tensor | None:
     return of_keys if key_mask is None else of_keys & key_mask
 
 
-def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
-    """Compare the call with one whose k and v were quantized before: both have the same bits."""
+def _compare_stored(case: Case, inputs: Inputs, direct: Made, handed: Handed | None) -> list[Measure]:
+    """Compare the call with one whose k and v were quantized before: both have the same bits, but where q decides about
+    channels of k."""
     own: dict[str, Any] = {name: case.arguments[name] for name in (*OF_CALL, "return_lse")}
     others = {name: value for name, value in case.arguments.items() if name not in own}
     own |= inputs.of_queries
@@ -325,6 +327,8 @@ def _compare_stored(case: Case, inputs: Inputs, direct: Made) -> list[Measure]:
         raise AssertionError(f"supports() refuses a call that is taken: {refusal}")
     returned = sage_aot.attn(inputs.q, kv, **own)
     out, lse = returned if case.return_lse else (returned, None)
+    if handed is not None and not divides_alike(handed):
+        return _contract_of_batch(case, inputs, Made(out, lse, None))
     measures = [same("output, quantized k and v", out, direct.out)]
     return measures + ([] if lse is None else [same("lse, quantized k and v", lse, direct.lse)])
 

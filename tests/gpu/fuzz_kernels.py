@@ -14,7 +14,7 @@ from fuzz_spy import Handed, Spy
 from layout import read_back
 
 from sage_aot._backends.emulation.backend import elements_of, packed_entries, quantized_of, sequence_entries
-from sage_aot._backends.emulation.quantize import Quantized
+from sage_aot._backends.emulation.quantize import Quantized, statistics_of_k
 from sage_aot._launch.plan import Plan
 from sage_aot._problem.mask import Mask, VisibleKeys
 from sage_aot._problem.problem import heads_first
@@ -101,12 +101,26 @@ def _of_entry(plan: Plan, quantized: Quantized, visible: VisibleKeys, keys: int,
     return measures if found is None else measures + _bits(plan, found, quantized, visible, keys, lse is not None)
 
 
+def divides_alike(handed: Handed) -> bool:
+    """True where quantize_kv, which does not know q, divides the same channels of k as the call does."""
+    problem = handed.plan.problem
+    q, k, v = (heads_first(x, problem.options.layout) for x in handed.given.tensors[:3])
+    entries = [(problem, q, k)]
+    if problem.packs_keys:
+        entries = [(dataclasses.replace(entry.problem, seqlen_kv=entry.k.shape[2]), entry.q, entry.k)
+                   for entry in packed_entries(problem, q, k, v, handed.given.key_mask) if entry.key_ranks[-1]]
+    of_call, of_kv = ([statistics_of_k(dataclasses.replace(own, part=part), handed.plan.kernels, q, k)[1]
+                       for own, q, k in entries] for part in ("all", "kv"))
+    return all(map(torch.equal, of_call, of_kv))
+
+
 # The quantized tensors -----------------------------------------------------------------------------------------------
 
 
 def _bits(plan: Plan, found: dict[str, torch.Tensor], quantized: Quantized, visible: VisibleKeys,
           keys: int, has_lse: bool) -> list[Measure]:
-    names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "v_factor", "k_spoilt", "v_spoilt"]
+    names = ["q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "k_factor", "q_unit", "v_mean", "v_factor",
+             "k_spoilt", "v_spoilt"]
     names += ["row_bias"] if has_lse else []  # else it tells only what is finite
     names += ["q_mean"] if "q_mean" in found else []
     expected = {name: getattr(quantized, name).cpu() for name in names}

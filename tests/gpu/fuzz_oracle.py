@@ -82,6 +82,7 @@ class Arithmetic:
     independent: bool  # elements of q, k and v; errors are then a random walk
     rare_values: bool  # some channels of v are zeros but for few keys
     linear_p: bool = False  # P may follow from scores by a line
+    balanced: bool = False  # channels of k far larger than most are divided, and those of q multiplied
     of_merged: float = 0.0  # rounding to the call's dtype: of means that are keys and values, and of merged outputs
 
     @property
@@ -288,6 +289,17 @@ def spread(x: torch.Tensor, smoothed: bool, present: torch.Tensor | None = None)
     return farthest if present is None else farthest * present[:, None, :, None]
 
 
+def _most_balance(k: torch.Tensor) -> torch.Tensor:
+    """The most by which a channel of q may be multiplied before it is rounded, [batch, q heads, 1, headdim]: one, or
+    where the channel of k is far larger than most, up to 16 and not much more than the square root of how many times.
+    """
+    largest = k.amax(2, keepdim=True) if k.shape[2] else k.new_ones(*k.shape[:2], 1, k.shape[3])
+    logs = largest.log().masked_fill(largest == 0, 0.0)
+    typical = (logs.sum(-1, keepdim=True) / (largest > 0).sum(-1, keepdim=True).clamp(min=1)).exp()
+    times = largest / typical
+    return torch.where(times < 2.5, 1.0, (2 * times).sqrt().clamp(max=16.0))
+
+
 def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic: Arithmetic,
                       key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Most error of any score of a row, and its standard deviation, [batch, q heads, queries], nats. An element of q is
@@ -297,6 +309,8 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
     worst_of_means = of_means * k.norm(dim=-1).amax(-1, keepdim=True)
     walk_of_means = of_means * k.abs().amax((-1, -2))[..., None] / math.sqrt(3)
     q, k = spread(q, arithmetic.smooth_q), spread(k, arithmetic.smooth_k, key_mask)
+    if arithmetic.balanced:
+        q = q * _most_balance(k)
     norms_q, norms_k = q.norm(dim=-1), k.norm(dim=-1)
     largest_k = norms_k.amax(-1, keepdim=True)
     channels = q.shape[-1]

@@ -68,6 +68,8 @@ def read_back(result: Result) -> dict[str, torch.Tensor]:
         "k_scale": k_scale.abs()[..., keys % 8 // 2].flatten(2),
         "v_scale": buffer("v_scale", *of_channels, dtype=torch.float32),
         "k_mean": buffer("k_mean", *of_channels, dtype=torch.float32),
+        "k_factor": buffer("k_factor", *of_channels, dtype=torch.float32),
+        "q_unit": buffer("q_unit", *of_channels[:2], 1, dtype=torch.float32),
         "v_mean": buffer("v_mean", *of_channels, dtype=torch.float32),
         "v_factor": v_factor[..., 0].abs(),
         "k_spoilt": k_spoilt.flatten(2),

@@ -31,8 +31,8 @@ def compare(spec, q, k, v, **options):
     result = run(spec, q, k, v, **options)
     found = read_back(result)
     expected = quantize(result.plan.problem, result.plan.kernels, q.cpu(), k.cpu(), v.cpu())
-    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "v_factor", "k_spoilt",
-                 "v_spoilt"):
+    for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "k_mean", "k_factor", "q_unit", "v_mean", "v_factor",
+                 "k_spoilt", "v_spoilt"):
         assert torch.equal(found[name], getattr(expected, name)), name
     spoilt = expected.row_bias.isnan()
     assert torch.equal(found["row_bias"].isnan(), spoilt)

@@ -123,11 +123,7 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "i < kOutputs + 4; ++i) { const float factor = i < kOutputs ? alpha[i % 4 / 2] * ratio : alpha[i % 4 / 2]; "
         "acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor); } change_factor(); }")):
             "R is multiplied by one where it could stay",
-    **{(function, Always(f"if constexpr ({condition}SampleLayout<Config>::kLeavesRegisters) load_rows();")):
-       "rows are loaded twice"
-       for function in ("prepare_k_mean", "QuantizeV::prepare_scales") for condition in ("", "!")},
-    **{("QuantizeV::prepare_scales", drop): "registers that nothing wrote: the compiler may load them all the same"
-       for drop in (Drop("load_rows();", 1), Drop("load_rows();", 2))},
+    ("Statistics::store_largest_of_q", OffByOne("i < kSamples")): "a row of Q more",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",
     ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",
@@ -216,7 +212,6 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "the exponent is added and subtracted again, modulo 2^9",
     ("scale_to", OffByOne("magnitude < kSmallestAbsMax")): "of one value alone, for which either scale is right",
     ("tile_factor", OffByOne("largest <= limit")): "of one value alone, for which either scale is right",
-    ("QuantizeK::quantize_tiles", OffByOne("round < params.rounds")): "one round more finds no tile",
     ("QuantizeK::quantize", Always(
         "if constexpr (kClips<Config> > 1) { if (params.clip) scale = clipped(scale, keys, tile * Config::kBlockN, "
         "source.rows, prepare); }")): "of one candidate, which 8 bits have, the best is that one",

@@ -24,9 +24,6 @@ DELTA_BYTES = 2047
 """Workspace for delta_s: so little that short calls too compute heads in several launches, three of the smallest
 at once."""
 
-BLOCKS_A_ROUND = 1
-"""Blocks a round, so few that the quantizer's blocks take several tiles in short calls too."""
-
 
 class Simulated(Subject):
     """The kernels of a build, one seed after the other."""
@@ -43,7 +40,7 @@ class Simulated(Subject):
         backend = SimulatorBackend(self.build, case.arch, seed, splits=case.splits or 1)
         backend.simulator.launched = self.launched
         spy = Spy(backend)
-        with mock.patch.multiple(launch_plan, DELTA_BYTES=DELTA_BYTES, BLOCKS_A_ROUND=BLOCKS_A_ROUND):
+        with mock.patch.object(launch_plan, "DELTA_BYTES", DELTA_BYTES):
             verdict = self.examine(case, spy)
         reports = _reports(spy)
         if reports:

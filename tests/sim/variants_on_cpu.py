@@ -115,7 +115,7 @@ first."""
 
 FIRST_OF_EACH_SOFTMAX = _first_of_each(softmax_of)
 
-OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast"}
+OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast", "heavy"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
 
@@ -255,6 +255,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     narrow: rows of whole vectors, but of fewer channels than the kernel's.
     even: queries that see whole KV tiles, an even number of them.
     heads, where Q is smoothed: heads of more query tiles than there are blocks, in launches of their own.
+    heavy, at 8 bits: some channels of K far larger than most; also with K and V quantized before.
     pairs, where all keys are seen: two pairs of KV tiles, each with one factor.
     far, where P is linear: scores that an f32 does not hold as bits of a linear P, the less so in later tiles.
     """
@@ -280,6 +281,9 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     found["vast"] = replace(few, dtype="bf16", seqlen_kv=3 * tile.block_n + 42, kind="vast_v")
+    if spec.qk == "int8":
+        found["heavy"] = replace(plain, kind="heavy_k", group=2, kv_heads=4, stored=True,
+                                 seqlen_kv=tile.block_n + 42, headdim=spec.headdim - 8)
     found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1,
                                         "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
                                         "seqlen_kv": 2 * tile.block_n + 100,

@@ -112,7 +112,7 @@ __device__ void products(float* x) {  // both products in a loop, as every atten
 _NAMES = {
     "attn_mma": "headdim qk pv pv_accum p mask smooth_v smooth_q block_m block_n warp_m stages "
                 "v_stages min_blocks",
-    "quantize": "headdim qk pv block_m other_block_m block_n warp_m key_norms threads min_blocks",
+    "quantize": "headdim qk pv block_m other_block_m block_n warp_m key_norms threads min_blocks programmatic",
     "delta_s": "headdim threads",
     "pack_keys": "threads",
     "merge_splits": "threads programmatic",
@@ -122,14 +122,15 @@ _PARAMS = {"attn_mma": "AttnParams", "quantize": "QuantParams", "delta_s": "Delt
 _FUNCTION_OF = {"attn_mma": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; products(x); }""", "pack_keys": """\
 extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }""", "merge_splits": """\
-extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }"""}
-"""Functions of kernels with one entry point."""
+extern "C" __global__ void {{ name }}(float* x) { x[0] = kValue; }""",
+                "quantize": _FUNCTIONS + _FUNCTIONS.replace("entries", "statistics_entries")}
+"""Functions of kernels that have more or fewer entry points than one for each kind of rows."""
 _FACTS = {"threads": "32 * Config::block_m / Config::warp_m",
           "shared": "Config::headdim * (Config::block_m + 3 * Config::stages * Config::block_n)"}
 """Facts of attention kernels as C++ expressions. Kernels of other kinds have their family's threads, and no such shared
 memory."""
 
-_REAL_HEADERS = ("fast_divmod.cuh", "kernel_info.cuh", "params.cuh", "types.cuh")
+_REAL_HEADERS = ("fast_divmod.cuh", "kernel_info.cuh", "params.cuh", "quant/params.cuh", "types.cuh")
 """Headers of the project that are copied: they define the tables of a kernel's facts and fields."""
 
 
@@ -149,8 +150,9 @@ def project(tmp_path: Path) -> Project:
             **(_FACTS if attn else {"threads": "Config::threads", "shared": 0}))
         (made.templates / f"{template}.cu.jinja").write_text(text)
     for header in _REAL_HEADERS:
-        shutil.copy(ROOT / "templates/include/sage" / header, include)
-    (include / "base.cuh").write_text('#pragma once\n#include "sage/params.cuh"\nconstexpr float kValue = 1.f;\n'
+        (include / header).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "templates/include/sage" / header, include / header)
+    (include / "base.cuh").write_text('#pragma once\n#include "sage/quant/params.cuh"\nconstexpr float kValue = 1.f;\n'
                                      'enum SourceRows { kBf16, kF16, kAny };\nenum class Mask { kFull, kCausal };\n')
     for header, text in {"attn": _PRODUCTS, "quant": ""}.items():
         (include / f"{header}.cuh").write_text(f'#pragma once\n#include "sage/base.cuh"\n{text}')

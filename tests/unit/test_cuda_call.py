@@ -305,7 +305,7 @@ def test_structs_of_quantized_k_and_v_reach_the_driver(driver, monkeypatch, smoo
     workspace = torch.empty(quantizing.workspace_bytes, dtype=torch.uint8)
     given = given._replace(kept=kept)
     call.run(given, None, None, workspace)
-    assert len(call.launches()) == 1 + masked
+    assert len(call.launches()) == 2 + masked
     assert driver.launches() == expected_of(call, addresses_in_order(given, None, None, workspace))
 
     given = Given("stored", q, k if smooth_q else None, kept=kept,
@@ -369,7 +369,7 @@ def test_sequences_reach_the_kernels(driver, with_lse):
         addresses = run(call, (q, k, v), with_lse, sequences=sequences)
         seen = driver.launches()
         assert seen == expected_of(call, addresses) and [each.entry for each in seen][0].startswith("sage_quant_sm89")
-        for launched, name in zip(seen, ("QuantParams", "AttnParams")):
+        for launched, name in zip(seen, ("QuantParams", "QuantParams", "AttnParams")):
             fields = default_library().manifest.structs[name].fields
             found = [struct.unpack_from("<Q", launched.struct, fields[field][1])[0]
                      for field in ("cu_seqlens_q", "cu_seqlens_k")]
@@ -385,7 +385,7 @@ def test_structs_have_the_strides_of_the_layout(driver, layout):
     call = prepare(driver, tensors, Options(layout=layout))
     strides = {"HND": ((4 * 130 * 64, 130 * 64, 64), (2 * 200 * 64, 200 * 64, 64)),
                "NHD": ((4 * 130 * 64, 64, 4 * 64), (2 * 200 * 64, 64, 2 * 64))}[layout]
-    quant, attn = call.launches()
+    _, quant, attn = call.launches()
     found = quant.params["q"], quant.params["k"], attn.params["out"]
     assert [tensor[1:] for tensor in found] == [strides[0], strides[1], strides[0]]
     addresses = run(call, tensors)
@@ -398,9 +398,10 @@ def test_structs_of_heads_in_several_launches(driver, monkeypatch):
     call = prepare(driver, tensors, Options(smooth_q=True))
     addresses = run(call, tensors)
     seen = driver.launches()
-    assert call.plan.heads_at_once == 1 and len(seen) == 1 + 2 * 8
+    assert call.plan.heads_at_once == 1 and len(seen) == 2 + 2 * 8
     assert seen == expected_of(call, addresses)
-    assert len({each.struct for each in seen}) == len(seen)  # each launch has its own heads
+    assert seen[0].struct == seen[1].struct  # of the statistics and the quantizer
+    assert len({each.struct for each in seen}) == len(seen) - 1  # each other launch has its own heads
 
 
 @pytest.mark.parametrize("offset", [(1, 0, 0), (0, 4, 0), (0, 0, 7), (1, 1, 1), (8, 8, 8), (0, 8, 1)], ids=str)
@@ -411,7 +412,9 @@ def test_unaligned_tensors_are_said_to_be(driver, offset):
     for _ in range(2):
         addresses = run(call, tensors)
         assert driver.launches() == expected_of(call, addresses, at_16_bytes)
-    assert call.launches(at_16_bytes)[0].entry.endswith("_bf16" if all(at_16_bytes) else "_any")
+    statistics, quantizer, _ = call.launches(at_16_bytes)
+    rows = "_bf16" if all(at_16_bytes) else "_any"
+    assert quantizer.entry.endswith(rows) and statistics.entry.endswith(f"{rows}_statistics")
     aligned = draw()
     addresses = run(call, aligned)
     assert driver.launches() == expected_of(call, addresses)
@@ -435,7 +438,7 @@ def test_a_call_allocates_the_workspace_of_its_plan(driver):
 
     call(Given("dense", q.as_subclass(Allocating), k, v), torch.empty_like(q), None)
     assert made == [((call.plan.workspace_bytes,), {"dtype": torch.uint8})]
-    assert len(driver.launches()) == 2
+    assert len(driver.launches()) == 3
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from sage_aot._kernels.tile import Tile
 from sage_aot._launch.choose import Kernels
 from sage_aot._launch.plan import (
     ALIGNMENT,
-    BLOCKS_A_ROUND,
+    BY_K,
+    BY_K_AND_Q,
+    BY_NOTHING,
     DELTA_BYTES,
     LOG2_E,
     MISSING,
-    MOST_ROUNDS,
     OF_KV,
     Argument,
     Arguments,
@@ -70,7 +71,7 @@ def number(value):
 
 
 def test_grids_cover_every_tile():
-    quant, attn = run()
+    _, quant, attn = run()
     q_tiles, kv_tiles = 2, 4
     assert quant.blocks == 2 * 6 * q_tiles + 2 * (2 * 3 * kv_tiles // 2)
     assert attn.blocks == 2 * 6 * q_tiles
@@ -80,21 +81,32 @@ def test_grids_cover_every_tile():
 def test_blocks_of_the_quantizer_take_as_many_tiles_as_it_says(tiles, blocks):
     chosen = kernels()
     quant = dataclasses.replace(chosen["quant"], facts={**chosen["quant"].facts, "kv_tiles_per_block": float(tiles)})
-    launch = run(chosen=Kernels(chosen.attn, {**chosen.companions, "quant": quant}))[0]
+    launch = run(chosen=Kernels(chosen.attn, {**chosen.companions, "quant": quant}))[1]
     assert launch.blocks == 2 * 6 * 2 + 2 * (2 * 3 * blocks)
 
 
-@pytest.mark.parametrize(("sm_count", "rounds"), [(132, 1), (8, 1), (7, 1), (6, 2), (4, 3), (3, 4), (1, 4)])
-def test_blocks_of_the_quantizer_take_several_tiles_where_that_leaves_enough(sm_count, rounds):
-    """The quantizer has 144 blocks: 24 query tiles, and 10 pairs of tiles for each of 6 heads of K and of V."""
-    assert BLOCKS_A_ROUND == 12 and MOST_ROUNDS == 4
-    quant, _ = run(changed(seqlen_kv=20 * 64), sm_count=sm_count)
-    assert quant.params["rounds"] == rounds
-    assert quant.blocks == 24 + 2 * 6 * math.ceil(10 / rounds)
+def test_statistics_precede_the_quantizer_with_a_block_for_k_and_one_for_v_of_each_head():
+    statistics, quant, attn = run()
+    assert statistics.blocks == 2 * 2 * 3 and statistics.record is quant.record
+    assert statistics.entry == f"{quant.entry}_statistics" and statistics.params == quant.params
+    assert {statistics.entry, quant.entry} <= set(quant.record.spec.entries)
+
+
+@pytest.mark.parametrize(("options", "balance"), [
+    ({}, BY_K_AND_Q), ({"smooth_q": True}, BY_K_AND_Q), ({"part": "kv", "num_q_heads": 3, "seqlen_q": 1}, BY_K),
+    ({"smooth_k": False}, BY_NOTHING), ({"rotate": True}, BY_NOTHING), ({"qk": "int4"}, BY_NOTHING),
+    ({"qk": "int4", "rotate": False}, BY_NOTHING), ({"part": "train"}, BY_NOTHING)], ids=str)
+def test_int8_is_balanced_where_k_is_smoothed_and_not_rotated(options, balance):
+    options = dict(options)
+    problem = dataclasses.replace(changed(**{name: value for name, value in options.items() if name != "part"}),
+                                  part=options.get("part", "all"))
+    launched = [launch for launch in run(problem) if launch.record.spec.kind == "quant"]
+    assert [launch.params["balance"] for launch in launched] == [balance] * 2
+    assert (BY_NOTHING, BY_K, BY_K_AND_Q) == (0, 1, 2)
 
 
 def test_structs_hold_the_problem():
-    quant, attn = run()
+    _, quant, attn = run()
     found = {name: number(quant.params[name]) for name in (
         "batch", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_kv", "headdim", "q_tiles", "kv_tiles")}
     assert found == {"batch": 2, "num_q_heads": 6, "num_kv_heads": 3, "seqlen_q": 130, "seqlen_kv": 200, "headdim": 80,
@@ -111,7 +123,7 @@ def test_structs_hold_the_problem():
 def test_tensors_are_named_and_have_their_own_strides():
     tensors = {name: argument(name, strides=(i, 10 * i, 100 * i)) for i, name in enumerate(("q", "k", "v", "out"), 1)}
     expected = {name: Tensor((name, 0), *given.strides) for name, given in tensors.items()}
-    quant, delta, attn = run(SMOOTH_Q, **tensors)
+    _, quant, delta, attn = run(SMOOTH_Q, **tensors)
     assert [quant.params[name] for name in "qkv"] == [expected[name] for name in "qkv"]
     assert delta.params["k"] == expected["k"] and attn.params["out"] == expected["out"]
     assert attn.params["lse"] == ("lse", 0)
@@ -144,8 +156,9 @@ def test_buffers_are_aligned_disjoint_and_large_enough(pv_accum, qk, smooth_q):
     qk_row, v_row = 128 * int(qk[3:]) // 8, 128 * (2 if pv_accum == "f32" else 1)
     least = {"q_hat": q_rows * qk_row, "kv_hat": keys * (qk_row + v_row) + 2 * 3 * 4 * 128,
              "q_scale": q_rows // (1 if qk == "int4" else 4) * 4,
-             "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4,
-             "v_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4, "row_bias": q_rows * 4, "tile_counter": 4}
+             "q_mean": 12 * 2 * 128 * 4 if smooth_q else 0, "k_mean": 6 * 128 * 4, "k_factor": 6 * 128 * 4,
+             "q_unit": 6 * 4, "v_scale": 6 * 128 * 4, "v_inv_scale": 6 * 128 * 4, "v_mean": 6 * 128 * 4,
+             "row_bias": q_rows * 4, "tile_counter": 4}
     if smooth_q:
         least["delta_s"] = 12 * 2 * 4 * 64 * 4
     assert set(layout.offsets) == set(least)
@@ -170,9 +183,9 @@ def test_vector_loads_need_aligned_rows_of_what_a_kernel_reads(name, tensor, hea
     assert tensor.aligned(headdim) is aligned
     others = {other: argument(other, strides=(8, 8, 8)) for other in "qkv"}
     tensors = {**others, name: tensor._replace(name=name)}
-    quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim, dtype="f32"), **tensors)
+    _, quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim, dtype="f32"), **tensors)
     assert quant.entry.endswith("_any") and delta.entry.endswith("_any")
-    quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim), **tensors)
+    _, quant, delta, _ = run(changed(SMOOTH_Q, headdim=headdim), **tensors)
     whole = headdim % 8 == 0
     assert quant.entry == f"{quant.record.name}_{'bf16' if aligned else 'any'}"
     assert delta.entry == f"{delta.record.name}_{'bf16' if (aligned if name == 'k' else whole) else 'any'}"
@@ -203,7 +216,7 @@ def test_tiles_are_those_of_the_attention_kernel():
 @pytest.mark.parametrize("smooth_v", [False, True])
 def test_structs_say_what_is_smoothed(smooth_q, smooth_k, smooth_v):
     problem = changed(smooth_q=smooth_q, smooth_k=smooth_k, smooth_v=smooth_v)
-    quant = run(problem)[0]
+    quant = run(problem)[1]
     assert [quant.params[f"smooth_{name}"] for name in "qkv"] == [smooth_q, smooth_k, smooth_v]
 
 
@@ -219,7 +232,7 @@ def test_structs_say_whether_scales_clip(clip):
 
 
 def test_without_smoothing_of_q_there_is_no_delta():
-    assert [launch.record.spec.kind for launch in run()] == ["quant", "attn"]
+    assert [launch.record.spec.kind for launch in run()] == ["quant", "quant", "attn"]
     attn = run()[-1]
     assert (attn.params["delta_s"], attn.params["first_head"]) == (NULL, 0)
     assert "delta_s" not in plan(PROBLEM, kernels()).offsets
@@ -236,7 +249,7 @@ def test_delta_precedes_attention_and_holds_the_problem():
     causal = changed(SMOOTH_Q, is_causal=True)
     *before, delta, attn = run(causal)
     kinds = [launch.record.spec.kind for launch in (*before, delta, attn)]
-    assert kinds == ["quant", "delta", "attn"]
+    assert kinds == ["quant", "quant", "delta", "attn"]
     assert delta.blocks == 2 * 6 * 1 * 4  # 2 query tiles, 4 * 64 keys, in blocks of 64 x 64
     fields = STRUCTS["DeltaParams"].fields
     values = {name: number(delta.params[name]) for name, (code, _) in fields.items() if code in "iD"}
@@ -250,7 +263,7 @@ def test_delta_precedes_attention_and_holds_the_problem():
 def test_delta_has_blocks_for_the_edge_that_it_says(edge, blocks):
     chosen = kernels(problem=SMOOTH_Q)
     delta = dataclasses.replace(chosen["delta"], facts={**chosen["delta"].facts, "tile": float(edge)})
-    assert run(SMOOTH_Q, Kernels(chosen.attn, {**chosen.companions, "delta": delta}))[1].blocks == blocks
+    assert run(SMOOTH_Q, Kernels(chosen.attn, {**chosen.companions, "delta": delta}))[2].blocks == blocks
 
 
 def test_kernels_agree_on_addresses():
@@ -322,7 +335,7 @@ def test_blocks_that_share_keys_store_partial_results_which_a_last_launch_merges
     whole = plan(problem, kernels(problem=problem))
     assert (layout.sizes["partial_out"], layout.sizes["partial_lse"]) == (3 * rows * 80 * 4, 3 * rows * 4)
     assert "merge" not in whole.kernels.companions and not {"partial_out", "partial_lse"} & set(whole.sizes)
-    quant, delta, attn, merge = run(problem, splits=3)
+    _, quant, delta, attn, merge = run(problem, splits=3)
     assert attn.blocks == 3 * 6 * (2 * 2 if tokens is None else 260 // 128 + 2)
     head = (130 if tokens is None else 260) * 80
     out = Tensor(("workspace", layout.offsets["partial_out"]), 6 * head if tokens is None else 0, head, 80)
@@ -342,12 +355,12 @@ def test_blocks_that_share_keys_store_partial_results_which_a_last_launch_merges
 def test_a_key_mask_is_packed_first_by_a_block_a_batch_entry():
     masked = changed(optional=("key_mask",))
     strides = Argument("key_mask", Strides(700, 0, 3), False)
-    pack, quant, attn = run(masked, key_mask=strides)
+    pack, statistics, quant, attn = run(masked, key_mask=strides)
     assert (pack.record.spec.kind, pack.blocks, pack.entry) == ("pack", 2, pack.record.name)
     assert pack.params["key_mask"] == strides.tensor
     sizes = plan(masked, kernels(problem=masked)).sizes
     assert (sizes["key_rank"], sizes["key_index"]) == (2 * 201 * 4, 2 * 200 * 4)
-    for launch in (quant, attn):
+    for launch in (statistics, quant, attn):
         assert launch.params["key_rank"][0] == "workspace" and launch.params["key_rank"] == pack.params["key_rank"]
     for launch in run():
         assert launch.record.spec.kind != "pack" and launch.params["key_rank"] == launch.params["key_index"] == NULL
@@ -365,7 +378,7 @@ def test_heads_are_computed_in_several_launches_and_each_is_covered_once(batch, 
     layout = plan(problem, kernels(problem=problem))
     head_bytes = 4 * layout.q_tiles * layout.kv_tiles * 64
     assert layout.workspace_bytes - layout.offsets["delta_s"] <= max(DELTA_BYTES, head_bytes) + ALIGNMENT
-    _, *rest = run(problem)
+    _, _, *rest = run(problem)
     deltas, attns = rest[::2], rest[1::2]
     assert len(deltas) == len(attns) == launched
     covered = []
@@ -416,7 +429,8 @@ def test_sequences_share_heads_and_have_channels_of_their_own():
     assert (layout.q_tiles, layout.kv_tiles, layout.columns) == (q_tiles, kv_tiles, 256)
     assert layout.sizes["row_bias"] == 6 * q_tiles * 128 * 4
     assert layout.sizes["k_mean"] == layout.sizes["v_scale"] == 5 * 3 * 128 * 4
-    quant, attn = run(problem)
+    statistics, quant, attn = run(problem)
+    assert statistics.blocks == 2 * 5 * 3
     assert quant.blocks == 3 * (2 * (700 // 128 + 5) + 2 * q_tiles) and attn.blocks == 6 * q_tiles
     assert quant.params["kv_blocks"] == 700 // 128 + 5
     assert quant.params["blocks_per_kv_head"].divisor == quant.blocks / 3
@@ -426,7 +440,7 @@ def test_sequences_share_heads_and_have_channels_of_their_own():
 
 def test_delta_of_sequences_has_blocks_for_the_slots_of_its_rows():
     problem = changed(SMOOTH_Q, batch=5, seqlen_q=130, seqlen_kv=200, tokens=(20_000, 700))
-    _, delta, _ = run(problem)
+    *_, delta, _ = run(problem)
     assert delta.params["tile_blocks"].divisor == 20_000 // (64 * 128) + 5 and delta.params["key_blocks"].divisor == 4
     assert delta.blocks == 6 * 4 * (20_000 // (64 * 128) + 5)
 
@@ -442,11 +456,11 @@ ALIGNED = Strides(0, 8 * 1024, 80)
 def test_the_call_that_quantizes_k_and_v_has_no_blocks_and_no_memory_for_q(has_key_mask):
     problem = changed(SMOOTH_Q, part="kv", num_q_heads=3, seqlen_q=1, optional=("key_mask",) * has_key_mask)
     own = {name: argument(name) for name in ("k", "v", "key_mask")}
-    *packs, quantizer = run(problem, **{**MISSES, **own})
-    assert [launch.record.spec.kind for launch in (*packs, quantizer)] == ["pack"] * has_key_mask + ["quant"]
+    *before, quantizer = run(problem, **{**MISSES, **own})
+    assert [launch.record.spec.kind for launch in (*before, quantizer)] == ["pack"] * has_key_mask + ["quant"] * 2
     assert quantizer.blocks == 2 * 3 * 2 * quantizer.params["kv_blocks"] > 0  # batch entries, heads, K and V
     layout = plan(problem, kernels(problem=problem))
-    assert [name for name in layout.offsets if layout.sizes[name]] == ["tile_counter"]
+    assert [name for name in layout.offsets if layout.sizes[name]] == ["v_inv_scale", "tile_counter"]
     kept = {name for name in OF_KV if has_key_mask or not name.startswith("key_")}
     assert layout.kept_offsets.keys() == kept
     assert all(quantizer.params[name] == ("kept", layout.kept_offsets[name]) for name in kept)
@@ -469,6 +483,12 @@ def test_each_call_asks_for_aligned_rows_of_the_tensors_that_it_reads(part):
     problem = changed(part=part, **({"num_q_heads": 3, "seqlen_q": 1} if part == "kv" else {}))
     read = {"kv": ("k", "v"), "q": ("q",)}[part]
     aligned = MISSES | {name: argument(name, strides=ALIGNED) for name in read}
-    assert run(problem, **aligned)[0].entry.endswith("_bf16")
+    ends = {"kv": ["_statistics", ""], "q": [""]}[part]
+
+    def entries(**tensors):
+        launched = (launch for launch in run(problem, **tensors) if launch.record.spec.kind == "quant")
+        return [launch.entry.removeprefix(launch.record.name) for launch in launched]
+
+    assert entries(**aligned) == [f"_bf16{end}" for end in ends]
     for name in read:
-        assert run(problem, **aligned | {name: argument(name, False, ALIGNED)})[0].entry.endswith("_any")
+        assert entries(**aligned | {name: argument(name, False, ALIGNED)}) == [f"_any{end}" for end in ends]

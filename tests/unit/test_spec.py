@@ -15,6 +15,7 @@ from sage_aot._kernels.spec import (
     capability_of,
     is_ptx,
     spec_of,
+    statistics_entry,
     target_of,
 )
 from sage_aot._kernels.tile import Tile
@@ -106,9 +107,11 @@ def test_companions_share_axes():
 def test_quantizers_have_an_entry_point_for_each_kind_of_rows():
     for spec in (ATTN, ATTN.companion("pack"), ATTN.companion("merge")):
         assert spec.entries == (spec.name,)
-    for kind in ("quant", "delta"):
-        name = ATTN.companion(kind).name
-        assert ATTN.companion(kind).entries == (f"{name}_bf16", f"{name}_f16", f"{name}_any")
+    delta, quant = ATTN.companion("delta"), ATTN.companion("quant")
+    assert delta.entries == tuple(f"{delta.name}_{rows}" for rows in ("bf16", "f16", "any"))
+    assert quant.entries == tuple(f"{quant.name}_{rows}{of}" for of in ("", "_statistics")
+                                  for rows in ("bf16", "f16", "any"))
+    assert quant.entries[3:] == tuple(map(statistics_entry, quant.entries[:3]))
 
 
 def test_names_of_the_other_kinds():

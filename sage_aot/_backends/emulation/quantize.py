@@ -16,7 +16,7 @@ from sage_aot._backends.emulation import nvfp4
 from sage_aot._backends.emulation.arithmetic import add_in_order, divide, finite_or_zero, fma, to_f32, to_pv
 from sage_aot._kernels.manifest import KernelRecord
 from sage_aot._launch.choose import Kernels
-from sage_aot._launch.plan import LOG2_E
+from sage_aot._launch.plan import BY_K, BY_NOTHING, LOG2_E, balance_of
 from sage_aot._problem.problem import Problem
 
 SCALED_MAGNITUDES = (2.0**-90, 2.0**120)
@@ -44,6 +44,8 @@ class Quantized:
     v_scale: torch.Tensor  # [batch, kv heads, headdim]
     q_mean: torch.Tensor  # [batch, q heads, q tiles, headdim]; zero where q is not smoothed
     k_mean: torch.Tensor  # [batch, kv heads, headdim], of a sample; zero where k is not smoothed
+    k_factor: torch.Tensor  # likewise, by which channels of k are multiplied; one where k is not balanced
+    q_unit: torch.Tensor  # [batch, kv heads, 1], by which rows of q are divided in addition
     v_mean: torch.Tensor  # likewise
     v_factor: torch.Tensor  # [batch, kv heads, kv tiles]: v less its mean is v · v_factor · v_scale
     k_spoilt: torch.Tensor  # [batch, kv heads, keys] bool: the key is not finite
@@ -57,25 +59,24 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     spec, tile, quant = kernels.attn.spec, kernels.attn.tile, kernels["quant"]
     k, v, q = (pad(x.float(), rows, spec.headdim)
                for x, rows in ((k, tile.block_n), (v, tile.block_n), (q, tile.block_m)))
-    sampled = sampled_rows(problem.seqlen_kv, quant).to(k.device)
-
-    k_mean = torch.zeros_like(k[:, :, 0])
-    if problem.options.smooth_k:
-        k_mean = subtractable(average(k[:, :, sampled], quant), quant)
-    k = k - k_mean[:, :, None]
+    k_mean, k_factor, q_unit = statistics_of_k(problem, kernels, q, k)
+    k_smoothed = finite_or_zero(k - k_mean[:, :, None])  # what delta_s multiplies
+    k = _times(k, k_factor[:, :, None], k_mean[:, :, None])
     k_spoilt = ~k.isfinite().all(-1)
     k = finite_or_zero(k)
+    sampled = sampled_rows(problem.seqlen_kv, quant).to(v.device)
     v_hat, v_scale, v_mean, v_factor, v_spoilt = _quantize_v(v, sampled, problem, kernels)
 
     softmax_scale = torch.tensor(problem.softmax_scale * LOG2_E, dtype=torch.float32)
     group = problem.num_q_heads // problem.num_kv_heads
     row_bias = _row_bias(q, softmax_scale, quant, k_mean.repeat_interleave(group, 1)[:, :, None])
     q_mean = _mean_over_rows(q, problem, kernels)
-    q = q - q_mean.repeat_interleave(tile.block_m, 2)
+    q_factor = (1.0 / (k_factor * q_unit)).repeat_interleave(group, 1)[:, :, None]
+    q = _times(q, q_factor, q_mean.repeat_interleave(tile.block_m, 2))
     prescaled = spec.qk == "nvfp4"  # rows, instead of their scales
     q = finite_or_zero(q * softmax_scale if prescaled else q)
     q_mean = q_mean * softmax_scale
-    delta_s = _delta_s(q_mean, k.repeat_interleave(group, 1)) if problem.options.smooth_q else None
+    delta_s = _delta_s(q_mean, k_smoothed.repeat_interleave(group, 1)) if problem.options.smooth_q else None
 
     q_groups = _row_groups(q.shape[2], tile.warp_m, quant.fact("row_groups"))
     k_groups = _key_groups(k.shape[2], tile.block_n, quant.fact("key_groups"))
@@ -83,11 +84,12 @@ def quantize(problem: Problem, kernels: Kernels, q: torch.Tensor, k: torch.Tenso
     q, k = (_rotate(x) if rotated else x for x in (q, k))
     sign = -1.0 if softmax_scale < 0 and not prescaled else 1.0
     q_hat, q_scale = _quantize_rows(q, q_groups, quant, clip, q.shape[2], sign)
-    q_scale = q_scale * (1.0 if prescaled else softmax_scale.abs()) * (spec.headdim if rotated else 1)
+    of_scores = 1.0 if prescaled else softmax_scale.abs() * q_unit.repeat_interleave(group, 1)
+    q_scale = q_scale * of_scores * (spec.headdim if rotated else 1)
     q_scale = q_scale.clamp(max=torch.finfo(torch.float32).max)
     k_hat, k_scale = _quantize_rows(k, k_groups, quant, clip, problem.seqlen_kv)
-    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, v_mean, v_factor, k_spoilt,
-                     v_spoilt, row_bias, delta_s)
+    return Quantized(q_hat, k_hat, v_hat, q_scale, k_scale, v_scale, q_mean, k_mean, k_factor, q_unit,
+                     v_mean, v_factor, k_spoilt, v_spoilt, row_bias, delta_s)
 
 
 def pad(x: torch.Tensor, rows: int, headdim: int) -> torch.Tensor:
@@ -122,6 +124,44 @@ def average(x: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
 def subtractable(mean: torch.Tensor, quant: KernelRecord) -> torch.Tensor:
     """A mean, or zero where a value less the mean might lie beyond f32."""
     return torch.where(mean.abs() < quant.facts["largest_mean"], mean, 0.0)
+
+
+def statistics_of_k(problem: Problem, kernels: Kernels, q: torch.Tensor,
+                    k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k_mean, k_factor and q_unit of :class:`Quantized`, as in quant/statistics.cuh."""
+    quant = kernels["quant"]
+    sample = k[:, :, sampled_rows(problem.seqlen_kv, quant).to(k.device)].float()
+    mean = torch.zeros_like(sample[:, :, 0])
+    if problem.options.smooth_k:
+        mean = subtractable(average(sample, quant), quant)
+    by, most = balance_of(problem), quant.fact("most_balance")
+    if by == BY_NOTHING:
+        return mean, torch.ones_like(mean), torch.ones_like(mean[..., :1])
+    of_k = _excess(sample - mean[:, :, None])
+    log2 = of_k // 4 if by == BY_K else (of_k - _excess(_sample_of_q(problem, quant, q))).clamp(min=0) // 2
+    log2 = log2.clamp(max=most)
+    return mean, _power_of_two(-log2), _power_of_two(most * (log2 > 0).any(-1, keepdim=True))
+
+
+def _sample_of_q(problem: Problem, quant: KernelRecord, q: torch.Tensor) -> torch.Tensor:
+    """Rows of Q, as many as a sample has, [batch, kv heads, samples, headdim]: of a KV head's query heads by turns."""
+    samples, rows = torch.arange(quant.fact("samples")), sampled_rows(problem.seqlen_q, quant)
+    of_heads = torch.unflatten(q, 1, (problem.num_kv_heads, -1))
+    return of_heads[:, :, samples % of_heads.shape[2], rows[samples.clamp(max=len(rows) - 1)]].float()
+
+
+def _excess(x: torch.Tensor) -> torch.Tensor:
+    """Excess of the exponent of each channel's largest value over the mean of all channels', [batch, heads, headdim].
+    x: [batch, heads, rows, headdim]."""
+    exponent = finite_or_zero(x).abs().amax(2).view(torch.int32) >> 23
+    count = (exponent > 0).sum(-1, keepdim=True).clamp(min=1)
+    mean = (2 * exponent.sum(-1, keepdim=True) + count) // (2 * count)
+    return (exponent - mean).clamp(min=0)
+
+
+def _times(x: torch.Tensor, factor: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """(x - mean) · factor, as the quantizers compute it."""
+    return fma(x, factor.expand_as(x), (-mean * factor).expand_as(x))
 
 
 def _mean_over_rows(q: torch.Tensor, problem: Problem, kernels: Kernels) -> torch.Tensor:

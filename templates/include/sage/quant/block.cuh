@@ -1,9 +1,9 @@
 // The tiles that a block of the quantizer takes, and the shared memory of its threads.
 #pragma once
 
-#include "sage/params.cuh"
 #include "sage/problem/heads.cuh"
 #include "sage/problem/seqlen.cuh"
+#include "sage/quant/params.cuh"
 #include "sage/quant/sample.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/address.cuh"
@@ -33,12 +33,10 @@ struct QuantBlock {
 
   // Shared memory; of channels four are read at once.
   struct alignas(16) Shared {
-    float mean[Config::kHeadDim];         // of K in blocks of Q and K, of V in blocks of V
-    float q_mean[Config::kHeadDim];       // blocks of Q
-    float magnitude[Config::kHeadDim];    // blocks of V
-    float inv_v_scale[Config::kHeadDim];  // blocks of V
-    float v_shift[Config::kHeadDim];      // blocks of V
-    typename SampleLayout<Config>::Sums sums;
+    float factor[Config::kHeadDim];  // of the block's rows: a channel x becomes x * factor + shift
+    float shift[Config::kHeadDim];
+    float k_mean[Config::kHeadDim];            // blocks of Q
+    typename SampleLayout<Config>::Sums sums;  // blocks of Q
     // Blocks of V in e4m3: errors of sums that the warps of a tile found, two channels a word.
     alignas(16) u32 v_error[kTilesOfV][kMostWarpsOfTile][Config::kHeadDim / 2];
     u32 spoilt[kTiles][KvLine::kMost / 32];  // blocks of K and V: k_spoilt or v_spoilt of the tiles

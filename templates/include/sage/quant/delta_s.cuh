@@ -9,6 +9,7 @@
 #include "sage/problem/heads.cuh"
 #include "sage/problem/kv_range.cuh"
 #include "sage/ptx/special.cuh"
+#include "sage/quant/params.cuh"
 #include "sage/quant/source.cuh"
 #include "sage/tile/address.cuh"
 

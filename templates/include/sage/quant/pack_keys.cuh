@@ -3,10 +3,10 @@
 // key_rank[n] of the numbered keys: a causal query sees these.
 #pragma once
 
-#include "sage/params.cuh"
 #include "sage/problem/seqlen.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/ptx/warp.cuh"
+#include "sage/quant/params.cuh"
 
 namespace sage {
 

@@ -1,16 +1,17 @@
 // Quantization of Q, K and V in one launch, or of K and V in one and of Q in another, into the tiles of
-// tile/layout.cuh: all that comes before attention but delta_s. Every tensor is read from memory once. Every block also
-// reads 64 rows of K or V (quant/sample.cuh), and rows of K that are rotated or clipped are loaded two or three times;
-// these loads hit caches.
-// Values that are not finite are quantized as zero, in V̂ as minus zero, so that they do not change a scale that others
-// share. The attention kernel writes NaN to the rows that see such a key or value, as the marks of the KV tile say
-// (attn/spoilt.cuh), and to rows whose row_bias is not finite.
+// tile/layout.cuh: all that comes before attention but delta_s. A launch in front of that of K and V finds their
+// statistics (quant/statistics.cuh). Every tensor is read from memory once, but for 64 rows of K and V that the
+// statistics take, and rows of Q and K that are smoothed, balanced, rotated or clipped, which are loaded two or three
+// times; these loads hit caches. Values that are not finite are quantized as zero, in V̂ as minus zero, so that they do
+// not change a scale that others share. The attention kernel writes NaN to the rows that see such a key or value, as
+// the marks of the KV tile say (attn/spoilt.cuh), and to rows whose row_bias is not finite.
 #pragma once
 
 #include "sage/ptx/grid_dependency.cuh"
 #include "sage/quant/quantize_k.cuh"
 #include "sage/quant/quantize_q.cuh"
 #include "sage/quant/quantize_v.cuh"
+#include "sage/quant/statistics.cuh"
 
 namespace sage {
 
@@ -32,7 +33,8 @@ struct Quantize {
         Fact{"v_squares", SelectPiece<Config>::Type::kSteps}, Fact{"limit", QuantizedRows<Config>::kLimit},
         Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
         Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias}, Fact{"smallest_abs_max", kSmallestAbsMax},
-        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean});
+        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean}, Fact{"most_balance", kMostBalance},
+        Fact{"programmatic_launch", Config::kProgrammatic});
   }
 
   const QuantParams& params;
@@ -42,7 +44,8 @@ struct Quantize {
   // heads. Attention begins with the first heads, whose tiles are then in L2.
   template <SourceRows kSource>
   __device__ __forceinline__ void run() const {
-    ptx::launch_dependents();  // of use on Hopper, whose attention kernels alone are launched so
+    if constexpr (Config::kProgrammatic) ptx::grid_dependency_wait();
+    ptx::launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
     const bool sequences = params.cu_seqlens_k != nullptr;
     const i32 index = ptx::block_index(), block = index % params.blocks_per_kv_head, v_block = block - params.kv_blocks;
@@ -50,14 +53,13 @@ struct Quantize {
     i32 batch = entry_and_head / params.num_kv_heads;  // of sequences found below
     const i32 head = entry_and_head % params.num_kv_heads, q_block = v_block - params.kv_blocks;
     if (q_block < 0) {
-      const i32 block_tiles = params.rounds * Block::kTiles;
       i32 own = v_block < 0 ? block : v_block;  // of the batch entry's blocks for K, or for V
       if (sequences) {
-        const i32 block_keys = block_tiles * Config::kBlockN;
-        batch = sequence_of_slot(params.cu_seqlens_k, params.batch, block_keys, own);
-        own -= first_slot(params.cu_seqlens_k, batch, block_keys);
+        constexpr i32 kBlockKeys = Block::kTiles * Config::kBlockN;
+        batch = sequence_of_slot(params.cu_seqlens_k, params.batch, kBlockKeys, own);
+        own -= first_slot(params.cu_seqlens_k, batch, kBlockKeys);
       }
-      const i32 first_tile = own * block_tiles;
+      const i32 first_tile = own * Block::kTiles;
       if (v_block < 0) QuantizeK<Config>{params, shared}.template run<kSource>(batch, head, first_tile);
       else QuantizeV<Config>{params, shared}.template run<kSource>(batch, head, first_tile);
     } else if (Config::kOtherBlockM == Config::kBlockM || params.block_m == Config::kBlockM) {

@@ -1,5 +1,5 @@
 // K as s8, s4 or NVFP4 with a scale per thread of the attention kernel: keys n of a tile with equal n % 8 / 2.
-// Smoothed: less the mean per channel of a sample. Rotated: times the Hadamard matrix.
+// Smoothed: less the mean per channel of a sample, and balanced with Q. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
@@ -25,7 +25,7 @@ struct QuantizeK {
   const QuantParams& params;
   typename Block::Shared& shared;
 
-  // The tiles of one head from first_tile on, kTiles at a time.
+  // kTiles tiles of one head from first_tile on.
   template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 batch, i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.k, batch, head);
@@ -46,28 +46,21 @@ struct QuantizeK {
   __device__ __forceinline__ void quantize_tiles(const Source<kSource>& source, i32 batch, i32 head,
                                                  i32 first_tile) const {
     Held<kRotatable, kSource> rows;
-    const auto load = [&](i32 tile) {
-      const Keys keys;
-      rows.load([&](i32 s) { return load_row(source, tile, keys, s); });
-    };
-    const i64 channels = channel_index<Config>(batch * params.num_kv_heads + head);
-    float* k_mean = first_tile == 0 ? params.k_mean + channels : nullptr;
-    if (params.smooth_k) {
-      prepare_k_mean<Config>(source, shared, k_mean, [&] { load(first_tile); });
-    } else {
-      load(first_tile);
-      prepare_no_mean<Config>(shared.mean, k_mean);
+    const Keys keys;
+    rows.load([&](i32 s) { return load_row(source, first_tile, keys, s); });
+    load_factors(channel_index<Config>(batch * params.num_kv_heads + head));
+    quantize<kRotatable>(source, first_kv_tile_of(params, batch, head, Config::kBlockN), first_tile, rows);
+  }
+
+  // By which each channel is multiplied, and its mean times that, into shared memory, behind a barrier. `first`: index
+  // of the head's first channel.
+  __device__ __forceinline__ void load_factors(i64 first) const {
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+      const float factor = params.k_factor[first + c];
+      shared.factor[c] = factor;
+      shared.shift[c] = -params.k_mean[first + c] * factor;
     }
-#pragma unroll 1
-    for (i32 round = 0; round < params.rounds; ++round) {
-      const i32 tile = first_tile + round * Block::kTiles;
-      if (!Block::has_keys(source.rows, tile)) return;
-      if (round > 0) {
-        __syncthreads();  // what the block shares of the tiles before has been read
-        load(tile);
-      }
-      quantize<kRotatable>(source, first_kv_tile_of(params, batch, head, Config::kBlockN), tile, rows);
-    }
+    __syncthreads();
   }
 
   // The offset of a scale group's key n from its key 0.
@@ -103,8 +96,8 @@ struct QuantizeK {
     const auto load = [&](i32 s) { return load_row(source, first_tile, keys, s); };
     constexpr i32 kUnroll = kRotatable && kSource != SourceRows::kAny ? 2 : Held<kRotatable, kSource>::kUnroll;
     Block::clear_spoilt(shared);
-    const float* mean = shared.mean + first_channel();
-    const auto smooth = [&](float x, i32 i) { return x - mean[i]; };
+    const float *factor = shared.factor + first_channel(), *shift = shared.shift + first_channel();
+    const auto smooth = [&](float x, i32 i) { return fmaf(x, factor[i], shift[i]); };
     const auto convert = [&](const auto& row, float (&x)[1][kVector]) {
       source.convert(row, x[0]);
 #pragma unroll

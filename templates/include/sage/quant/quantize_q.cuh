@@ -1,11 +1,12 @@
 // Q as s8 with a scale per thread of the attention kernel, rows m of a warp with equal m % 8, or as s4 or NVFP4 with a
 // scale per row. The scale holds softmax_scale · log2 e, so that scores come out in log2 units; Q̂ has its sign. For
 // NVFP4, whose scales are powers of two, the rows themselves are multiplied by it. Smoothed: less the mean of its
-// tile's rows. Rotated: times the Hadamard matrix.
+// tile's rows. Balanced: times what K's channels are divided by. Rotated: times the Hadamard matrix.
 // Source: SageAttention2, sections 3.1 and 3.2.
 #pragma once
 
 #include "sage/numerics/rotation.cuh"
+#include "sage/numerics/scale.cuh"
 #include "sage/ptx/warp.cuh"
 #include "sage/quant/clip.cuh"
 #include "sage/quant/rows.cuh"
@@ -44,32 +45,49 @@ struct QuantizeQ {
     const i32 rows = seqlen.q();
     if (tile * kBlockM >= rows) return;  // an empty slot
     const Source<kSource> source(params.q, batch, q_head, seqlen.q_begin(), rows, params.headdim, params.dtype);
+    const i32 kv_head = batch * params.num_kv_heads + q_head / params.q_heads_per_kv_head;
+    const i64 channels = channel_index<Config>(kv_head),
+              tile_index = first_q_tile_of(params, batch, q_head, kBlockM) + tile;
+    const float unit = params.q_unit[kv_head];
     const bool biased = params.wants_row_bias;
-    if (biased) {
-      const i32 kv_head = q_head / params.q_heads_per_kv_head;
-      if (params.kv_blocks == 0) {
-        load_k_mean<Config>(params.k_mean + channel_index<Config>(batch * params.num_kv_heads + kv_head), shared.mean);
-      } else {
-        prepare_k_mean<Config>(Block::template kv_source<kSource>(params, params.k, batch, kv_head), shared, nullptr,
-                               [] {});
-      }
-    }
-    const i64 tile_index = first_q_tile_of(params, batch, q_head, kBlockM) + tile;
-    const bool changed = kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate;
+    if (biased) load_k_mean(channels);
     if (params.smooth_q) prepare_mean(source, batch, tile, params.q_mean + tile_index * Config::kHeadDim);
-    else if (changed) prepare_no_mean<Config>(shared.q_mean, nullptr);
-    if (changed) quantize<true>(source, tile, tile_index, biased);
-    else quantize<false>(source, tile, tile_index, biased);
+    if (kAlwaysChanged<Config, kSource> || params.smooth_q || params.rotate || unit != 1.0f) {
+      load_factors(channels, unit);
+      quantize<true>(source, tile, tile_index, biased, unit);
+    } else {
+      quantize<false>(source, tile, tile_index, biased, 1.0f);
+    }
   }
 
  private:
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
 
+  // The mean of K, into shared memory, behind a barrier. channels: index of the head's first channel.
+  __device__ __forceinline__ void load_k_mean(i64 channels) const {
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+      shared.k_mean[c] = params.k_mean[channels + c];
+    }
+    __syncthreads();
+  }
+
+  // What channels of Q are multiplied by, and the mean of a smoothed Q times that, into shared memory, behind a
+  // barrier.
+  __device__ __forceinline__ void load_factors(i64 channels, float unit) const {
+    for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
+      const float factor = reciprocal_of_power_of_two(unit * params.k_factor[channels + c]);
+      shared.shift[c] = params.smooth_q ? -shared.shift[c] * factor : 0.0f;
+      shared.factor[c] = factor;
+    }
+    __syncthreads();
+  }
+
   // kVectors lanes quantize the rows of one scale group. kChanged: a mean, which may be zero, is subtracted, and rows
   // are rotated if the call asks for rotation. Such groups are read one after another: unrolled code for them would
   // take as long to compile as everything else.
   template <bool kChanged, SourceRows kSource>
-  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased) const {
+  __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased,
+                                           float unit) const {
     const i32 group = ptx::thread_index() / kVectors;  // of the first step
     const i32 first_row = group / kGroupsOfWarp * Config::kWarpM + group % kGroupsOfWarp;
     const auto row_of = [&](i32 step, i32 r) { return first_row + step * kStepRows + r * kGroupsOfWarp; };
@@ -87,7 +105,7 @@ struct QuantizeQ {
       const auto load_step = [&](i32 i) { return load(done * kRows + i); };
       finite &= quantize_steps<kChanged>(source, load_step, first + done * kStepBytes,
                                          group_scale + done * kStepRows * Layout::kQkRowScales,
-                                         q_scale + done * kGroupsAtOnce);
+                                         q_scale + done * kGroupsAtOnce, unit);
     }
     float* row_bias = params.row_bias + tile_index * kBlockM;
     if (biased || !finite) {  // reloads the rows: keeping their products live costs registers
@@ -107,7 +125,7 @@ struct QuantizeQ {
   // whether the rows of the warp are finite.
   template <bool kChanged, SourceRows kSource, class Load>
   __device__ __forceinline__ bool quantize_steps(const Source<kSource>& source, Load load, u8* first, u8* group_scale,
-                                                 float* q_scale) const {
+                                                 float* q_scale, float unit) const {
     using Held = HeldRows<kSource, !kChanged, kStepsAtOnce * kRows>;
     Held rows;
     rows.load(load);
@@ -121,7 +139,9 @@ struct QuantizeQ {
         source.convert(rows.get(s * kRows + r, load), x[r]);
         if constexpr (kChanged) {
 #pragma unroll
-          for (i32 i = 0; i < kVector; ++i) x[r][i] -= shared.q_mean[first_channel() + i];
+          for (i32 i = 0; i < kVector; ++i) {
+            x[r][i] = fmaf(x[r][i], shared.factor[first_channel() + i], shared.shift[first_channel() + i]);
+          }
         }
         if constexpr (kPrescaled) {
 #pragma unroll
@@ -156,7 +176,7 @@ struct QuantizeQ {
       }
       if (first_channel() == 0) {
         const float length = kChanged && params.rotate ? Config::kHeadDim : 1.0f;
-        const float of_scores = kPrescaled ? 1.0f : fabsf(params.softmax_scale_log2);
+        const float of_scores = kPrescaled ? 1.0f : fabsf(params.softmax_scale_log2) * unit;
         q_scale[s * kGroupsAtOnce] = fminf(scale.scale * of_scores * length, kLargestF32);
       }
     }
@@ -173,7 +193,7 @@ struct QuantizeQ {
     source.convert(raw, x[0]);
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) {
-      const float mean = biased ? shared.mean[first_channel() + i] : 0.0f;
+      const float mean = biased ? shared.k_mean[first_channel() + i] : 0.0f;
       bias = fmaf(x[0][i] * params.softmax_scale_log2, mean, bias);
     }
     bias = abs_max(x) < ptx::infinity() ? clamped_term(bias) : ptx::quiet_nan();
@@ -203,7 +223,7 @@ struct QuantizeQ {
       float total = shared.sums[0][c];
       for (i32 r = 1; r < kRowsAtOnce; ++r) total += shared.sums[r][c];
       const float mean = subtractable(divide(total, static_cast<float>(rows)));
-      shared.q_mean[c] = mean;
+      shared.shift[c] = mean;
       q_mean[c] = mean * params.softmax_scale_log2;
     }
     __syncthreads();

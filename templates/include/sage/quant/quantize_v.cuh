@@ -29,17 +29,17 @@ struct QuantizeV {
   const QuantParams& params;
   typename Block::Shared& shared;
 
-  // The tiles of one head from first_tile on, kTilesAtOnce at a time.
+  // Block::kTiles tiles of one head from first_tile on, kTilesAtOnce at a time.
   template <SourceRows kSource>
   __device__ __forceinline__ void run(i32 batch, i32 head, i32 first_tile) const {
     const Source<kSource> source = Block::template kv_source<kSource>(params, params.v, batch, head);
     if (!Block::has_keys(source.rows, first_tile)) return;
     Held<kSource> rows;
     const auto load = [&](i32 tile) { rows.load([&](i32 i) { return load_row(source, tile, i); }); };
-    prepare_scales(source, channel_index<Config>(batch * params.num_kv_heads + head), first_tile == 0,
-                   [&] { load(first_tile); });
+    load(first_tile);
+    load_scales(channel_index<Config>(batch * params.num_kv_heads + head));
 #pragma unroll 1
-    for (i32 round = 0; round < params.rounds * (Block::kTiles / kTilesAtOnce); ++round) {
+    for (i32 round = 0; round < Block::kTiles / kTilesAtOnce; ++round) {
       const i32 tile = first_tile + round * kTilesAtOnce;
       if (!Block::has_keys(source.rows, tile)) return;
       if (round > 0) {
@@ -86,10 +86,10 @@ struct QuantizeV {
 
    private:
     __device__ __forceinline__ float factor(i32 i) const {
-      return shared.inv_v_scale[Piece::first_channel() + i] * inv_v_factor;
+      return shared.factor[Piece::first_channel() + i] * inv_v_factor;
     }
     __device__ __forceinline__ float shift(i32 i) const {
-      return shared.v_shift[Piece::first_channel() + i] * inv_v_factor;
+      return shared.shift[Piece::first_channel() + i] * inv_v_factor;
     }
   };
 
@@ -242,50 +242,15 @@ struct QuantizeV {
     piece.store(tile + Layout::kV, read);
   }
 
-  // Computes the factor and the shift of each channel from the sample, into shared memory, behind a barrier. `first`:
-  // index of the head's first channel. `store`: whether this block stores scale and mean for the epilogue, as one block
-  // of each head does. load_rows(): as in prepare_k_mean().
-  template <SourceRows kSource, class Load>
-  __device__ __forceinline__ void prepare_scales(const Source<kSource>& source, i64 first, bool store,
-                                                 Load load_rows) const {
-    const Sample<Config, kSource> sample(source);
-    if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();
-    if (params.smooth_v) {
-      sample.average(
-          shared.sums, [](float x, i32) { return x; },
-          [&](i32 channel, float mean) { shared.mean[channel] = subtractable(mean); });
-      __syncthreads();
-    } else {
-      prepare_no_mean<Config>(shared.mean, nullptr);
-    }
-    const float* own_mean = shared.mean + SampleLayout<Config>::first_channel();
-    sample.average(
-        shared.sums, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
-        [&](i32 channel, float average) { shared.magnitude[channel] = average; });
-    __syncthreads();
+  // The factor and the shift of each channel, as Statistics found them, into shared memory, behind a barrier. `first`:
+  // index of the head's first channel.
+  __device__ __forceinline__ void load_scales(i64 first) const {
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-      const float mean = shared.mean[c];
-      const Scale scale = channel_scale(shared.magnitude[c], mean);
-      shared.inv_v_scale[c] = scale.inv_scale;
-      shared.v_shift[c] = -mean * scale.inv_scale;
-      if (store) params.v_scale[first + c] = scale.scale, params.v_mean[first + c] = mean;
+      const float inv_scale = params.v_inv_scale[first + c];
+      shared.factor[c] = inv_scale;
+      shared.shift[c] = -params.v_mean[first + c] * inv_scale;
     }
-    if constexpr (!SampleLayout<Config>::kLeavesRegisters) load_rows();
     __syncthreads();
-  }
-
-  // The scale of a channel. Where the channel's sample is all one value, its magnitude is that of the value, or the
-  // largest magnitude of the head's channels if that is more. Where that is zero, the scale is one.
-  __device__ __forceinline__ Scale channel_scale(float magnitude, float mean) const {
-    if (magnitude < kSmallestAbsMax) {
-      magnitude = fabsf(mean);
-#pragma unroll 1
-      for (i32 c = 0; c < Config::kHeadDim; ++c) magnitude = fmaxf(magnitude, shared.magnitude[c]);
-      if (magnitude < kSmallestAbsMax) return {1.0f, 1.0f};
-    }
-    const float clamped = fminf(fmaxf(magnitude, kSmallestMagnitude), kLargestMagnitude);
-    if constexpr (Config::kPv == Pv::kF16) return power_of_two_scale(clamped);
-    else return scale_to(params.v_typical, clamped);
   }
 
   __device__ __forceinline__ static void note_largest(i32 tile, float amax, float (&largest)[kTilesAtOnce]) {
@@ -359,10 +324,6 @@ struct QuantizeV {
     if (!usual) spoilt = Block::store_spoilt(shared, own_tile, ptx::thread_index(), line.v_spoilt);
     if (ptx::thread_index() < kKeyGroups) line.group[ptx::thread_index()].v_factor = spoilt ? -factor : factor;
   }
-
-  // Bounds of a channel's magnitude. Beyond them the reciprocal of a scale, or that times the reciprocal of a tile's
-  // factor, would leave f32's normal range.
-  static constexpr float kSmallestMagnitude = 0x1p-90f, kLargestMagnitude = 0x1p120f;
 
   // Bound of V / v_scale, so that attention's sums of a few such values stay within f32: of 2^6 with an f16 P, at most
   // 2^15 each, and of 2^10 with an e4m3 P, below 2^9 each. Sums of the latter grow by up to 2^kMostFall when references

@@ -1,4 +1,4 @@
-// Functions that the quantizers of Q and K share: the mean of K, the largest magnitude of a row, rounding of rows.
+// Functions that the quantizers of Q and K share: the largest magnitude of a row, rounding of rows.
 #pragma once
 
 #include "sage/numerics/integers.cuh"
@@ -36,41 +36,6 @@ __device__ __forceinline__ float make_finite(float (&x)[kRows][kVector]) {
     for (i32 i = 0; i < kVector; ++i) x[r][i] = finite_or_zero(x[r][i]);
   }
   return abs_max(x);
-}
-
-// Computes the mean of K over a sample, into shared memory, behind a barrier. `store`: where the mean is stored for
-// other kernels, or null. load_rows() issues the loads of the block's own rows: behind the sample's loads, in front of
-// its sums, where there are registers for both.
-template <class Config, SourceRows kSource, class Load>
-__device__ __forceinline__ void prepare_k_mean(
-    const Source<kSource>& source, typename QuantBlock<Config>::Shared& shared, float* store, Load load_rows) {
-  const Sample<Config, kSource> sample(source);
-  if constexpr (SampleLayout<Config>::kLeavesRegisters) load_rows();
-  sample.average(
-      shared.sums, [](float x, i32) { return x; },
-      [&](i32 channel, float mean) {
-        shared.mean[channel] = subtractable(mean);
-        if (store != nullptr) store[channel] = subtractable(mean);
-      });
-  if constexpr (!SampleLayout<Config>::kLeavesRegisters) load_rows();
-  __syncthreads();
-}
-
-// The mean of K that an earlier launch stored, likewise; `mean`: in shared memory.
-template <class Config>
-__device__ __forceinline__ void load_k_mean(const float* stored, float (&mean)[Config::kHeadDim]) {
-  for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) mean[c] = stored[c];
-  __syncthreads();
-}
-
-// Zero as a mean, likewise.
-template <class Config>
-__device__ __forceinline__ void prepare_no_mean(float (&mean)[Config::kHeadDim], float* store) {
-  for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-    mean[c] = 0.0f;
-    if (store != nullptr) store[c] = 0.0f;
-  }
-  __syncthreads();
 }
 
 // The counterpart of Integers for NVFP4: the scale of a row, above the scales of its groups. It is a power of two, and

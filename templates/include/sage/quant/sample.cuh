@@ -1,12 +1,7 @@
-// Statistics of the channels of K and V from a sample of the sequence. Every block reads the sample for itself: the
-// sampled rows are few enough to stay in L2, and no launch has to come before.
-//
-// Softmax does not change when one vector is subtracted from all keys. A mean over 64 keys therefore removes a
-// channel's offset as well as the mean over all keys. The scale of a channel of V needs no maximum: a KV tile that
-// exceeds it has a v_factor (quant/quantize_v.cuh). A sample has one row per stratum of the sequence, at a hashed
-// position, so that it cannot beat with a period of the rows, such as the width of an image.
+// A sample of a sequence's rows, and means of its channels. The sample has one row per stratum of the sequence, at a
+// hashed position, so that it cannot beat with a period of the rows, such as the width of an image.
 // Every sum has one fixed order: a thread adds its samples in ascending order, then the threads of a channel are added
-// in ascending order. All blocks of a head thus have the same statistics. Values that are not finite count as zero.
+// in ascending order. Values that are not finite count as zero.
 #pragma once
 
 #include "sage/numerics/arithmetic.cuh"
@@ -48,20 +43,29 @@ struct SampleLayout {
   static constexpr float kWeight = 1.0f / kSamples;  // of a sample: sums stay within f32
   static_assert(kSamples % kRowsAtOnce == 0, "every thread reads equally many rows");
 
-  // Whether a thread has the registers for loads of rows of its own next to those of the sample.
-  static constexpr bool kLeavesRegisters = kSteps <= 4;
-
   // The sums of each thread, in shared memory, at a multiple of 16 bytes.
   using Sums = float[kRowsAtOnce][Config::kHeadDim];
 
   __device__ __forceinline__ static i32 first_channel() { return ptx::thread_index() % kVectors * kVector; }
+
+  // Stores what this thread has of its channels.
+  __device__ __forceinline__ static void store(Sums& sums, const float (&of)[kVector]) {
+    struct alignas(16) Four {
+      float x, y, z, w;
+    };
+    float* const own = sums[ptx::thread_index() / kVectors] + first_channel();
+#pragma unroll
+    for (i32 i = 0; i < kVector; i += 4) {
+      *reinterpret_cast<Four*>(own + i) = {of[i], of[i + 1], of[i + 2], of[i + 3]};
+    }
+  }
 };
 
 // A thread's part of a sample.
 template <class Config, SourceRows kSource>
 struct Sample : SampleLayout<Config> {
   using Layout = SampleLayout<Config>;
-  using Layout::kRowsAtOnce, Layout::kSteps, Layout::kVectors, Layout::kWeight, Layout::first_channel;
+  using Layout::kRowsAtOnce, Layout::kSteps, Layout::kVectors, Layout::kWeight, Layout::first_channel, Layout::store;
 
   const Source<kSource>& source;
   HeldRows<kSource, kSource != SourceRows::kAny, kSteps> rows = {};
@@ -74,17 +78,13 @@ struct Sample : SampleLayout<Config> {
   // every channel of the head, by one thread each, behind a barrier.
   template <class Value, class OnMean>
   __device__ __forceinline__ void average(typename Layout::Sums& sums, Value value, OnMean on_mean) const {
-    const i32 row_slice = ptx::thread_index() / kVectors;
     float sum[kVector];
     add_up(value, sum);
     bool finite = true;
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) finite &= fabsf(sum[i]) < ptx::infinity();
     if (!finite) add_up([&](float x, i32 i) { return finite_or_zero(value(x, i)); }, sum);
-#pragma unroll
-    for (i32 i = 0; i < kVector; i += 4) {
-      *reinterpret_cast<Four*>(sums[row_slice] + first_channel() + i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
-    }
+    store(sums, sum);
     __syncthreads();
     const float weights = min(source.rows, kSamples) * kWeight;
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
@@ -95,24 +95,39 @@ struct Sample : SampleLayout<Config> {
     }
   }
 
- private:
-  struct alignas(16) Four {
-    float x, y, z, w;
-  };
+  // Stores the largest value(x, i), which is not negative, of each thread's rows. Put a barrier behind it.
+  template <class Value>
+  __device__ __forceinline__ void store_largest(typename Layout::Sums& sums, Value value) const {
+    float largest[kVector] = {};
+    for_each_row([&](const float (&x)[kVector], i32) {
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) largest[i] = fmaxf(largest[i], value(x[i], i));
+    });
+    store(sums, largest);
+  }
 
+ private:
   template <class Value>
   __device__ __forceinline__ void add_up(Value value, float (&sum)[kVector]) const {
-    [[maybe_unused]] constexpr i32 kUnroll = decltype(rows)::kUnroll;
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) sum[i] = 0.0f;
-#pragma unroll kUnroll
-    for (i32 s = 0; s < kSteps; ++s) {
-      float x[kVector];
-      // Opaque: the rows as f32, kept for the next average(), would take too many registers.
-      source.convert(opaque(rows.get(s, [&](i32 step) { return load_step(step); })), x);
+    for_each_row([&](const float (&x)[kVector], i32 s) {
       const float weight = sample_of_step(s) < source.rows ? kWeight : 0.0f;
 #pragma unroll
       for (i32 i = 0; i < kVector; ++i) sum[i] = fmaf(value(x[i], i), weight, sum[i]);
+    });
+  }
+
+  // Calls on_row(x, step) for every row of this thread.
+  template <class OnRow>
+  __device__ __forceinline__ void for_each_row(OnRow on_row) const {
+    [[maybe_unused]] constexpr i32 kUnroll = decltype(rows)::kUnroll;
+#pragma unroll kUnroll
+    for (i32 s = 0; s < kSteps; ++s) {
+      float x[kVector];
+      // Opaque: the rows as f32, kept for the next pass over them, would take too many registers.
+      source.convert(opaque(rows.get(s, [&](i32 step) { return load_step(step); })), x);
+      on_row(x, s);
     }
   }
 

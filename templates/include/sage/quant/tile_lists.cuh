@@ -4,11 +4,11 @@
 // key. The first warp then lists the round in order.
 #pragma once
 
-#include "sage/params.cuh"
 #include "sage/problem/sparse_mask.cuh"
 #include "sage/ptx/global.cuh"
 #include "sage/ptx/special.cuh"
 #include "sage/ptx/warp.cuh"
+#include "sage/quant/params.cuh"
 
 namespace sage {
 
