@@ -120,8 +120,8 @@ class Compilation:
         return {kernel: key(kernel) for kernel in kernels}
 
     def source_sha256(self, kernel: PlannedKernel) -> str:
-        """sha256 of the compiler's whole input for a rendered kernel: each file with its name, less its comments, the
-        target, the flags."""
+        """sha256 of the compiler's input for a rendered kernel: each file with its name, less its comments, the target,
+        the flags."""
         source, include = source_path(kernel, self.project), self.project.include
         files = {source.name: source, **{path.relative_to(include).as_posix(): path
                                          for path in headers_of(source, include)}}
@@ -134,8 +134,8 @@ class Compilation:
 
 def without_comments(text: str) -> str:
     """C++ less its comments, and less the blanks at the end of lines. Machine code has no lines of its source: it does
-    not depend on these."""
-    code = _COMMENT.sub(lambda found: " " if found[0][0] == "/" else found[0], text)
+    not depend on these. A comment that ends in a backslash, which goes on in the next line, stays."""
+    code = _COMMENT.sub(lambda found: " " if found[0][0] == "/" and found[0][-1] != "\\" else found[0], text)
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
 
 

@@ -93,7 +93,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, *, key_mask: torch.Tensor | No
 
     ``attn(q, quantize_kv(k, v, ...), ...)`` gives the bits of ``attn(q, k, v, ...)`` with the same options, but for an
     `attn_mask` of keys alone, ``[batch, 1, 1, keys]``, which `attn` takes for a `key_mask`: pass it here as one; and
-    but for int8 where channels of k are far larger than most: what `smooth_k` divides them by then depends on q. The
+    but for int8 where channels of k are far larger than most: what `attn` divides them by depends on q, which is not
+    known here, so that such a k costs more accuracy. The
     result holds, per key, kv head and channel: 2 bytes with FP8 P·V and 8-bit K (sm89, sm90, sm120), 3 bytes with f16
     P·V, half a byte less with 4-bit K. Keys are padded to whole tiles, channels to 64, 128 or 256. Each tile has 128
     bytes more, each channel of a kv head 16 and the head 4, and each key 8 where there is a key mask. Where q is

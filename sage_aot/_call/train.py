@@ -33,15 +33,16 @@ def train_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, key_mask: t
                **refused: Any) -> torch.Tensor:
     """Attention in 8 bits that is differentiable: softmax(q·kᵀ·scale)·v, and its gradients by SageBwd.
 
-    The forward pass is that of :func:`sage_aot.attn` with ``p="exp2"`` and else its default options. The backward pass
-    recomputes P from the same 8-bit q and k. Of its five products it computes dO·Vᵀ in 16 bits and the others in 8
-    bits, on Hopper q·kᵀ in 8 bits and the others in 16. Rounding is treated as identity (straight-through). Equal
-    calls on one GPU give equal bits. docs/training.md says what models train with it.
+    The forward pass is that of :func:`sage_aot.attn` with ``p="exp2"`` and else its default options, but that channels
+    of k which are far larger than most are not divided: such a k costs more accuracy here. The backward pass recomputes
+    P from the same 8-bit q and k. Of its five products it computes dO·Vᵀ in 16 bits and the others in 8 bits, on Hopper
+    q·kᵀ in 8 bits and the others in 16. Rounding is treated as identity (straight-through). Equal calls on one GPU give
+    equal bits. docs/training.md says what models train with it.
 
     For the backward pass a call keeps 8-bit q and k, and v and the output as they are: 6 bytes a channel of head dims
     64 and 128, where bf16 attention keeps 8. Where v is a view, all that it is a view of is kept. The gradient of q is
     computed where q requires grad, and those of k and v, together, where k or v does. Under torch.no_grad() call
-    :func:`sage_aot.attn`, which with ``p="exp2"`` gives the same output.
+    :func:`sage_aot.attn`, which with ``p="exp2"`` gives the same output where k has no such channels.
 
     Args:
         q: as :func:`sage_aot.attn`; float16 or bfloat16, headdim from 1 to 128. Elements of k, or of q times

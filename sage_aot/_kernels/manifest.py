@@ -72,7 +72,7 @@ class KernelRecord:
     opcodes: dict[str, int]  # tensor-core instructions of the whole kernel, of SASS or PTX: {"IMMA.16832.S8.S8": 128}
     machine: MachineCode | None  # None for PTX
     compiler: str  # name and full version: "nvrtc 12.9.86"
-    source_sha256: str  # of all the compiler was given: source, headers, target, flags
+    source_sha256: str  # of what the compiler was given, less comments: source, headers, target, flags
 
     @property
     def name(self) -> str:

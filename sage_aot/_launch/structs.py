@@ -1,9 +1,9 @@
 """The structs that kernels take by value, filled in by name.
 
-templates/include/sage/params.cuh documents the fields. :mod:`sage_aot._launch.plan` passes a launch's values by name,
-options of the call among them; each field of a struct takes the value of its name. The manifest has the offset and type
-of each field and the size of each struct, as the kernels' compiler laid them out. An address here is a tensor's name
-and an offset. A struct is therefore packed once; each call adds only the addresses of its tensors.
+The headers params.cuh of the templates document the fields. :mod:`sage_aot._launch.plan` passes a launch's values by
+name, options of the call among them; each field of a struct takes the value of its name. The manifest has the offset
+and type of each field and the size of each struct, as the kernels' compiler laid them out. An address here is a
+tensor's name and an offset. A struct is therefore packed once; each call adds only the addresses of its tensors.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ SHAPES = (
     Shape("not_finite", 1, 4, 2, 200, 300, planted=True),
     Shape("raw_k_and_scale", 1, 2, 2, 150, 200, options={"smooth_k": False, "scale": 0.21}),
     Shape("many_tiles", 1, 40, 8, 700, 700),  # more query tiles than any GPU has SMs
-    Shape("long", 1, 2, 1, 300, 5000),  # quantizers take several rounds of KV tiles
+    Shape("long", 1, 2, 1, 300, 5000),  # many KV tiles
 )
 
 

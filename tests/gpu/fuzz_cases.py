@@ -573,18 +573,18 @@ def _low(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _heavy_k(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Channels of K far larger than most in every third key, by the head up to further than they may be divided;
-    channels that an offset alone makes large; halves of different sizes. The last query head of each group has some of
-    the channels, too, in its first or its last queries."""
+    """Channels of K far larger than most, by the head up to further than they may be divided; channels that an offset
+    alone makes large; a third of all somewhat larger. The last query head of each group has some of the channels, too,
+    in its first or its last queries."""
     q *= 0.25
     rows = q.shape[2] // 3
     for head in range(k.shape[1]):
-        k[:, head, ::3, head::23] *= 6.0 * 8.0 ** (head % 4)
+        k[:, head, :, head::23] *= 6.0 * 8.0 ** (head % 4)
         last = (head + 1) * case.group - 1
         q[:, last, :rows, head + 23:head + 24] *= 5.0
         q[:, last, 2 * rows:, head + 46:head + 47] *= 5.0
     k[..., 7::31] += 40.0
-    k[..., k.shape[-1] // 2:] *= 4.0
+    k[..., 2 * k.shape[-1] // 3:] *= 4.0
 
 
 def _heavy_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -309,7 +309,7 @@ def _errors_of_scores(q: torch.Tensor, k: torch.Tensor, scale: float, arithmetic
     worst_of_means = of_means * k.norm(dim=-1).amax(-1, keepdim=True)
     walk_of_means = of_means * k.abs().amax((-1, -2))[..., None] / math.sqrt(3)
     q, k = spread(q, arithmetic.smooth_q), spread(k, arithmetic.smooth_k, key_mask)
-    if arithmetic.balanced:
+    if arithmetic.balanced:  # of fewer keys than 16, nothing is
         q = q * _most_balance(k)
     norms_q, norms_k = q.norm(dim=-1), k.norm(dim=-1)
     largest_k = norms_k.amax(-1, keepdim=True)

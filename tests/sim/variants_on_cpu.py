@@ -115,7 +115,7 @@ first."""
 
 FIRST_OF_EACH_SOFTMAX = _first_of_each(softmax_of)
 
-OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast", "heavy"}
+OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast", "heavy", "heavy, few keys"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
 
@@ -284,6 +284,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     if spec.qk == "int8":
         found["heavy"] = replace(plain, kind="heavy_k", group=2, kv_heads=4, stored=True,
                                  seqlen_kv=tile.block_n + 42, headdim=spec.headdim - 8)
+        found["heavy, few keys"] = replace(found["heavy"], seqlen_q=40, seqlen_kv=15, stored=False)
     found["masked"] = replace(plain, **{"seed": 6, "batch": 3, "group": 1,
                                         "seqlen_q": 40 if spec.mask == "full" else tile.block_m + 20,
                                         "seqlen_kv": 2 * tile.block_n + 100,

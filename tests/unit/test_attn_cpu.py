@@ -14,8 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_aot
 from sage_aot._backends.emulation.arithmetic import fma, pv_tile
 from sage_aot._backends.emulation.backend import emulated_arch
+from sage_aot._backends.emulation.quantize import statistics_of_k
 from sage_aot._call.backends import default_library
-from sage_aot._launch.choose import Gpu, built_archs
+from sage_aot._launch.choose import Gpu, built_archs, kernels_of, wanted_values
+from sage_aot._problem.check import check
+from sage_aot._problem.given import Given
+from sage_aot._problem.options import Options
 from sage_aot._tools import info, reference
 from sage_aot.errors import UnsupportedError
 
@@ -476,6 +480,24 @@ def test_channels_of_k_are_divided_unless_q_has_them_too(monkeypatch, arch):
             sage_aot.attn(q, sage_aot.quantize_kv(k, v))))
         assert error < at_most * without
         assert of_kv < (0.75 if of_q < of_k else 1.3) * without
+
+
+@pytest.mark.parametrize(("of_q", "of_k", "keys", "part", "factor"), [
+    (1, 1, 700, "all", 1), (1, 1, 20, "all", 1), (1, 1, 3, "all", 1), (1, 30, 700, "all", 1 / 4), (1, 30, 15, "all", 1),
+    (1, 30, 700, "kv", 1 / 2), (30, 30, 700, "all", 1), (30, 1, 700, "all", 1), (1, 4000, 700, "all", 1 / 16),
+    (4, 120, 700, "all", 1 / 4)])
+def test_divisors_of_channels(of_q, of_k, keys, part, factor):
+    """Four of 128 channels are larger, by powers of two or nearly: what is more than a fourth of the excess is theirs.
+    Other channels keep their values, and so do ordinary inputs."""
+    q, k, _ = draw((1, 4, 300, 128), (1, 2, keys, 128))
+    q[..., 3:7] *= of_q
+    k[..., 3:7] *= of_k
+    problem = dataclasses.replace(check(Given("dense", q, k, k), Options()), part=part)
+    kernels = kernels_of("sm90", wanted_values(problem), default_library().manifest)
+    _, factors, unit = statistics_of_k(problem, kernels, q.float(), k.float())
+    expected = torch.ones(1, 2, 128)
+    expected[..., 3:7] = factor
+    assert torch.equal(factors, expected) and torch.equal(unit, torch.full((1, 2, 1), 1.0 if factor == 1 else 16.0))
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm89"])

@@ -222,7 +222,7 @@ def test_comments_are_no_reason_to_compile(project, cached, edit, capfd):
 @pytest.mark.parametrize(("text", "code"), [
     ("a;  // b\n\n  c;\n", "a;\n  c;"), ("a /* b\n // c */ d", "a   d"), ('"// a" b  // "c"', '"// a" b'),
     ("""'"' // a""", """'"'"""), (r'"a\"// b" // c', r'"a\"// b"'),
-    ("1'000 // it's\n2", "1'000\n2"), ("a / b", "a / b")], ids=str)
+    ("1'000 // it's\n2", "1'000\n2"), ("a / b", "a / b"), ("// a \\\nb;", "// a \\\nb;")], ids=str)
 def test_comments_are_told_from_code(text, code):
     assert without_comments(text) == code
 

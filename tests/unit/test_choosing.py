@@ -223,7 +223,7 @@ def test_the_tail_is_exact_where_blocks_are_constant(options, sizes):
     assert reference.measure(out, exact).relative_l1 < 0.035
     finite = exact_lse.isfinite()
     assert torch.equal(finite, lse.isfinite())
-    assert (lse - exact_lse)[finite].abs().max() < 0.07
+    assert (lse - exact_lse)[finite].abs().max() < 0.06
     written = torch.full_like(q, math.nan)
     assert sage_aot.attn(q, k, v, sparse=sparse, out=written, **options) is written
     assert torch.equal(written, out)

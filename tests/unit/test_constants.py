@@ -68,6 +68,13 @@ def test_dtypes_have_the_numbers_of_the_header():
     assert {name.lower(): int(number) for name, number in re.findall(r"k(\w+) = (\d+)", members)} == DTYPE_CODES
 
 
+def test_what_decides_about_divisors_has_the_numbers_of_the_header():
+    text = (INCLUDE / "sage/quant/params.cuh").read_text()
+    members = re.findall(r"k(\w+)", re.search(r"enum class Balance : i32 \{(.*?)\}", text)[1])
+    assert members == ["ByNothing", "ByK", "ByKAndQ"]
+    assert [plan.BY_NOTHING, plan.BY_K, plan.BY_K_AND_Q] == list(range(len(members)))
+
+
 def test_log2_e_is_that_number():
     assert np.log2(np.e) == plan.LOG2_E
 

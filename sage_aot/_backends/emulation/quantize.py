@@ -135,11 +135,14 @@ def statistics_of_k(problem: Problem, kernels: Kernels, q: torch.Tensor,
     if problem.options.smooth_k:
         mean = subtractable(average(sample, quant), quant)
     by, most = balance_of(problem), quant.fact("most_balance")
-    if by == BY_NOTHING:
+    if by == BY_NOTHING or problem.seqlen_kv < quant.fact("least_keys"):
         return mean, torch.ones_like(mean), torch.ones_like(mean[..., :1])
-    of_k = _excess(sample - mean[:, :, None])
-    log2 = of_k // 4 if by == BY_K else (of_k - _excess(_sample_of_q(problem, quant, q))).clamp(min=0) // 2
-    log2 = log2.clamp(max=most)
+    of_k = _excess(average((sample - mean[:, :, None]).abs(), quant))
+    if by == BY_K:
+        log2 = (of_k // 4).clamp(max=most)
+    else:
+        of_q = _excess(finite_or_zero(_sample_of_q(problem, quant, q)).abs().amax(2))
+        log2 = ((of_k - of_q).clamp(min=0) // 2).clamp(max=most)
     return mean, _power_of_two(-log2), _power_of_two(most * (log2 > 0).any(-1, keepdim=True))
 
 
@@ -150,10 +153,9 @@ def _sample_of_q(problem: Problem, quant: KernelRecord, q: torch.Tensor) -> torc
     return of_heads[:, :, samples % of_heads.shape[2], rows[samples.clamp(max=len(rows) - 1)]].float()
 
 
-def _excess(x: torch.Tensor) -> torch.Tensor:
-    """Excess of the exponent of each channel's largest value over the mean of all channels', [batch, heads, headdim].
-    x: [batch, heads, rows, headdim]."""
-    exponent = finite_or_zero(x).abs().amax(2).view(torch.int32) >> 23
+def _excess(magnitude: torch.Tensor) -> torch.Tensor:
+    """Excess of the exponent of each channel's magnitude over the mean of all channels', [batch, heads, headdim]."""
+    exponent = magnitude.view(torch.int32) >> 23
     count = (exponent > 0).sum(-1, keepdim=True).clamp(min=1)
     mean = (2 * exponent.sum(-1, keepdim=True) + count) // (2 * count)
     return (exponent - mean).clamp(min=0)

@@ -26,8 +26,8 @@ __device__ __forceinline__ U32x4 load_global_u32x4(const void* address, bool exi
 }
 
 // Returns `otherwise`, and reads nothing, where `exists` is false. Not volatile, so that a load whose result nobody
-// uses costs nothing. The compiler may move it in front of grid_dependency_wait(): use it only for what launches before
-// the previous one left, such as key_rank.
+// uses costs nothing. The compiler may move it in front of grid_dependency_wait(). It moves none in today's kernels:
+// look for ACQBULK in front of all loads, where a kernel reads what the launch in front of it left.
 __device__ __forceinline__ i32 load_global_i32(const i32* address, bool exists, i32 otherwise) {
   i32 x;
   asm("{\n"

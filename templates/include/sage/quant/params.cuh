@@ -6,7 +6,7 @@
 namespace sage {
 
 // How Q and K are balanced: quant/balance.cuh.
-enum class Balance : i32 { kNone, kByK, kByKAndQ };
+enum class Balance : i32 { kByNothing, kByK, kByKAndQ };
 
 template <>
 struct FieldType<Balance> {

@@ -1,6 +1,6 @@
 // Quantization of Q, K and V in one launch, or of K and V in one and of Q in another, into the tiles of
 // tile/layout.cuh: all that comes before attention but delta_s. A launch in front of that of K and V finds their
-// statistics (quant/statistics.cuh). Every tensor is read from memory once, but for 64 rows of K and V that the
+// statistics (quant/statistics.cuh). Every tensor is read from memory once, but for 64 rows of each that the
 // statistics take, and rows of Q and K that are smoothed, balanced, rotated or clipped, which are loaded two or three
 // times; these loads hit caches. Values that are not finite are quantized as zero, in V̂ as minus zero, so that they do
 // not change a scale that others share. The attention kernel writes NaN to the rows that see such a key or value, as
@@ -15,7 +15,8 @@
 
 namespace sage {
 
-// Config: kHeadDim, kQk, kPv, kBlockM, kOtherBlockM, kBlockN, kWarpM, kKeyNorms, kThreads.
+// Config: kHeadDim, kQk, kPv, kBlockM, kOtherBlockM, kBlockN, kWarpM, kKeyNorms, kThreads,
+// kProgrammatic.
 template <class Config>
 struct Quantize {
   using Block = QuantBlock<Config>;
@@ -34,7 +35,7 @@ struct Quantize {
         Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
         Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias}, Fact{"smallest_abs_max", kSmallestAbsMax},
         Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean}, Fact{"most_balance", kMostBalance},
-        Fact{"programmatic_launch", Config::kProgrammatic});
+        Fact{"least_keys", kLeastKeys}, Fact{"programmatic_launch", Config::kProgrammatic});
   }
 
   const QuantParams& params;

@@ -52,8 +52,8 @@ struct QuantizeK {
     quantize<kRotatable>(source, first_kv_tile_of(params, batch, head, Config::kBlockN), first_tile, rows);
   }
 
-  // By which each channel is multiplied, and its mean times that, into shared memory, behind a barrier. `first`: index
-  // of the head's first channel.
+  // K's factor of each channel, and minus its mean times that, into shared memory, behind a barrier. `first`: index of
+  // the head's first channel.
   __device__ __forceinline__ void load_factors(i64 first) const {
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
       const float factor = params.k_factor[first + c];
@@ -128,7 +128,7 @@ struct QuantizeK {
   }
 
   // The largest magnitude of this thread's rows as they are quantized; NaN or infinity where one is not finite.
-  // convert(row, x): a row less the mean; smooth(x, i): one of its channels.
+  // convert(row, x): a row times factor + shift; smooth(x, i): one of its channels.
   template <bool kRotatable, i32 kUnroll, SourceRows kSource, class Load, class Convert, class Smooth>
   __device__ __forceinline__ float largest(const Source<kSource>& source, const Held<kRotatable, kSource>& rows,
                                            Load load, Convert convert, Smooth smooth) const {
@@ -151,7 +151,7 @@ struct QuantizeK {
   }
 
   // Runs where a key is not finite: marks such keys, and returns the largest magnitude of the finite values.
-  // load(s, x): row s less the mean.
+  // load(s, x): row s times factor + shift.
   template <bool kRotatable, class Load>
   __device__ __forceinline__ float mark_spoilt(const Keys& keys, Load load) const {
     float amax = 0.0f;

@@ -45,7 +45,7 @@ struct QuantizeQ {
     const i32 rows = seqlen.q();
     if (tile * kBlockM >= rows) return;  // an empty slot
     const Source<kSource> source(params.q, batch, q_head, seqlen.q_begin(), rows, params.headdim, params.dtype);
-    const i32 kv_head = batch * params.num_kv_heads + q_head / params.q_heads_per_kv_head;
+    const i32 kv_head = kv_head_of(params, batch, q_head);
     const i64 channels = channel_index<Config>(kv_head),
               tile_index = first_q_tile_of(params, batch, q_head, kBlockM) + tile;
     const float unit = params.q_unit[kv_head];
@@ -71,20 +71,20 @@ struct QuantizeQ {
     __syncthreads();
   }
 
-  // What channels of Q are multiplied by, and the mean of a smoothed Q times that, into shared memory, behind a
+  // Q's factor of each channel, and in the place of its mean minus that times the factor, into shared memory, behind a
   // barrier.
   __device__ __forceinline__ void load_factors(i64 channels, float unit) const {
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
       const float factor = reciprocal_of_power_of_two(unit * params.k_factor[channels + c]);
-      shared.shift[c] = params.smooth_q ? -shared.shift[c] * factor : 0.0f;
+      shared.shift[c] = params.smooth_q ? -shared.shift[c] * factor : -0.0f;
       shared.factor[c] = factor;
     }
     __syncthreads();
   }
 
-  // kVectors lanes quantize the rows of one scale group. kChanged: a mean, which may be zero, is subtracted, and rows
-  // are rotated if the call asks for rotation. Such groups are read one after another: unrolled code for them would
-  // take as long to compile as everything else.
+  // kVectors lanes quantize the rows of one scale group. kChanged: channels are x * factor + shift, and rows are
+  // rotated if the call asks for rotation. Such groups are read one after another: unrolled code for them would take as
+  // long to compile as everything else.
   template <bool kChanged, SourceRows kSource>
   __device__ __forceinline__ void quantize(const Source<kSource>& source, i32 tile, i64 tile_index, bool biased,
                                            float unit) const {
@@ -202,7 +202,7 @@ struct QuantizeQ {
   }
 
   // q_mean = softmax_scale · log2 e · mean of the tile's rows. The sum takes a thread's rows in ascending order, then
-  // the threads. Shared memory has the mean without the factors, behind a barrier.
+  // the threads. shared.shift has the mean without the factors, behind a barrier.
   template <class Source>
   __device__ __forceinline__ void prepare_mean(const Source& source, i32 batch, i32 tile, float* q_mean) const {
     constexpr i32 kRowsAtOnce = Config::kThreads / kVectors;

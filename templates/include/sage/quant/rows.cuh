@@ -9,9 +9,9 @@
 
 namespace sage {
 
-// Whether all rows take the path of smoothed or rotated rows, even rows that are neither: in the entry point for all
-// other rows (SourceRows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second path would
-// double the compile time.
+// Whether all rows take the path of smoothed, balanced or rotated rows, even rows that are none of these: in the entry
+// point for all other rows (SourceRows::kAny), and at 4 bits, where nearly all rows are smoothed or rotated. A second
+// path would double the compile time.
 template <class Config, SourceRows kSource>
 constexpr bool kAlwaysChanged = kSource == SourceRows::kAny || bits_of(Config::kQk) == 4;
 

@@ -95,39 +95,20 @@ struct Sample : SampleLayout<Config> {
     }
   }
 
-  // Stores the largest value(x, i), which is not negative, of each thread's rows. Put a barrier behind it.
-  template <class Value>
-  __device__ __forceinline__ void store_largest(typename Layout::Sums& sums, Value value) const {
-    float largest[kVector] = {};
-    for_each_row([&](const float (&x)[kVector], i32) {
-#pragma unroll
-      for (i32 i = 0; i < kVector; ++i) largest[i] = fmaxf(largest[i], value(x[i], i));
-    });
-    store(sums, largest);
-  }
-
  private:
   template <class Value>
   __device__ __forceinline__ void add_up(Value value, float (&sum)[kVector]) const {
 #pragma unroll
     for (i32 i = 0; i < kVector; ++i) sum[i] = 0.0f;
-    for_each_row([&](const float (&x)[kVector], i32 s) {
-      const float weight = sample_of_step(s) < source.rows ? kWeight : 0.0f;
-#pragma unroll
-      for (i32 i = 0; i < kVector; ++i) sum[i] = fmaf(value(x[i], i), weight, sum[i]);
-    });
-  }
-
-  // Calls on_row(x, step) for every row of this thread.
-  template <class OnRow>
-  __device__ __forceinline__ void for_each_row(OnRow on_row) const {
     [[maybe_unused]] constexpr i32 kUnroll = decltype(rows)::kUnroll;
 #pragma unroll kUnroll
     for (i32 s = 0; s < kSteps; ++s) {
       float x[kVector];
-      // Opaque: the rows as f32, kept for the next pass over them, would take too many registers.
+      // Opaque: the rows as f32, kept for the next average(), would take too many registers.
       source.convert(opaque(rows.get(s, [&](i32 step) { return load_step(step); })), x);
-      on_row(x, s);
+      const float weight = sample_of_step(s) < source.rows ? kWeight : 0.0f;
+#pragma unroll
+      for (i32 i = 0; i < kVector; ++i) sum[i] = fmaf(value(x[i], i), weight, sum[i]);
     }
   }
 

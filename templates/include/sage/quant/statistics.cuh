@@ -20,7 +20,7 @@ struct Statistics {
 
   struct alignas(16) Shared {
     float mean[Config::kHeadDim];
-    float magnitude[Config::kHeadDim];  // of V
+    float magnitude[Config::kHeadDim];
     typename Layout::Sums sums;
     u32 exponents[2];  // of K and Q
   };
@@ -38,40 +38,42 @@ struct Statistics {
     const bool is_k = ptx::block_index() % 2 == 0;
     const auto source =
         QuantBlock<Config>::template kv_source<kSource>(params, is_k ? params.k : params.v, batch, head);
-    if (is_k) of_k(source, batch, head);
-    else of_v(source, entry_and_head);
+    const i64 channels = channel_index<Config>(entry_and_head);
+    if (is_k) of_k(source, batch, head, channels);
+    else of_v(source, channels);
   }
 
  private:
+  // channels: index of the head's first channel.
   template <SourceRows kSource>
-  __device__ __forceinline__ void of_k(const Source<kSource>& source, i32 batch, i32 head) const {
-    const i32 entry_and_head = batch * params.num_kv_heads + head;
-    const i64 channels = channel_index<Config>(entry_and_head);
+  __device__ __forceinline__ void of_k(const Source<kSource>& source, i32 batch, i32 head, i64 channels) const {
     const Sample<Config, kSource> sample(source);
     prepare_mean(sample, params.smooth_k);
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
       params.k_mean[channels + c] = shared.mean[c];
     }
-    const i32 divisor = params.balance == Balance::kNone ? 0 : divisor_of(sample, batch, head);
+    const bool balances = params.balance != Balance::kByNothing && source.rows >= kLeastKeys;
+    const i32 divisor = balances ? divisor_of(sample, batch, head) : 0;
     const bool any = !__syncthreads_and(divisor == 0);
     const i32 channel = ptx::thread_index();
     if (channel < Config::kHeadDim) params.k_factor[channels + channel] = factor_of_k(divisor);
-    if (channel == 0) params.q_unit[entry_and_head] = any ? kQUnit : 1.0f;
+    if (channel == 0) params.q_unit[batch * params.num_kv_heads + head] = any ? kQUnit : 1.0f;
   }
 
   // By what this thread's channel of K is divided, log2. Call with all threads.
   template <SourceRows kSource>
   __device__ __forceinline__ i32 divisor_of(const Sample<Config, kSource>& sample, i32 batch, i32 head) const {
     if (ptx::thread_index() < 2) shared.exponents[ptx::thread_index()] = 0;
-    const float* own_mean = shared.mean + Layout::first_channel();
-    sample.store_largest(shared.sums, [&](float x, i32 i) { return fabsf(finite_or_zero(x - own_mean[i])); });
-    __syncthreads();
-    const i32 of_k = Exponents<Config>{shared.exponents[0]}.excess(shared.sums);
+    prepare_magnitude(sample);
+    const i32 channel = ptx::thread_index();
+    const bool has_channel = channel < Config::kHeadDim;
+    const i32 of_k = Exponents<Config>{shared.exponents[0]}.excess(has_channel ? shared.magnitude[channel] : 0.0f);
     if (__syncthreads_and(of_k < kLeastExcess)) return 0;
     if (params.balance == Balance::kByK) return log2_of_divisor(of_k);
     store_largest_of_q<kSource>(batch, head);
     __syncthreads();
-    return log2_of_divisor(of_k, Exponents<Config>{shared.exponents[1]}.excess(shared.sums));
+    const float largest = has_channel ? largest_of(channel) : 0.0f;
+    return log2_of_divisor(of_k, Exponents<Config>{shared.exponents[1]}.excess(largest));
   }
 
   // Stores the largest magnitude of each thread's rows of Q, of as many as there are samples of K. The query heads of
@@ -93,16 +95,19 @@ struct Statistics {
     Layout::store(shared.sums, largest);
   }
 
+  // The largest of what all threads stored of a channel.
+  __device__ __forceinline__ float largest_of(i32 channel) const {
+    float largest = shared.sums[0][channel];
+#pragma unroll
+    for (i32 t = 1; t < Layout::kRowsAtOnce; ++t) largest = fmaxf(largest, shared.sums[t][channel]);
+    return largest;
+  }
+
   template <SourceRows kSource>
-  __device__ __forceinline__ void of_v(const Source<kSource>& source, i32 entry_and_head) const {
-    const i64 channels = channel_index<Config>(entry_and_head);
+  __device__ __forceinline__ void of_v(const Source<kSource>& source, i64 channels) const {
     const Sample<Config, kSource> sample(source);
     prepare_mean(sample, params.smooth_v);
-    const float* own_mean = shared.mean + Layout::first_channel();
-    sample.average(
-        shared.sums, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
-        [&](i32 channel, float average) { shared.magnitude[channel] = average; });
-    __syncthreads();
+    prepare_magnitude(sample);
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
       const Scale scale = channel_scale(shared.magnitude[c], shared.mean[c]);
       params.v_scale[channels + c] = scale.scale;
@@ -121,6 +126,16 @@ struct Statistics {
     } else {
       for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) shared.mean[c] = 0.0f;
     }
+    __syncthreads();
+  }
+
+  // The mean difference from the mean of each channel, into shared memory, behind a barrier.
+  template <SourceRows kSource>
+  __device__ __forceinline__ void prepare_magnitude(const Sample<Config, kSource>& sample) const {
+    const float* own_mean = shared.mean + Layout::first_channel();
+    sample.average(
+        shared.sums, [&](float x, i32 i) { return fabsf(x - own_mean[i]); },
+        [&](i32 channel, float average) { shared.magnitude[channel] = average; });
     __syncthreads();
   }
 

@@ -1,4 +1,4 @@
-// The structs of the kernels that choose blocks of keys, as ../params.cuh has those of all others: calls without a
+// The structs of the kernels that choose blocks of keys, as ../params.cuh has those of attention: calls without a
 // selection do not depend on them.
 #pragma once
 
