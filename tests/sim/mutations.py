@@ -39,6 +39,7 @@ class Mutation:
 _S8_FULL = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qraw"
 _S8_CAUSAL = "sm80_d64_qkint8_pvf16_accf32_causal_vraw_qraw"
 _S8_SMOOTH = "sm86_d64_qkint8_pvf16_accf32_causal_vsmooth_qsmooth"
+_S8_SMOOTH_FULL = "sm80_d64_qkint8_pvf16_accf32_full_vraw_qsmooth"
 _S8_WIDE = "sm80_d128_qkint8_pvf16_accf32_full_vsmooth_qraw"
 _S8_WIDE_CAUSAL = "sm80_d128_qkint8_pvf16_accf32_causal_vraw_qraw"
 _S4_FULL = "sm80_d64_qkint4_pvf16_accf32_full_vraw_qraw"
@@ -624,7 +625,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     # --- sequences in one tensor
     ("slots shared by two sequences", "problem/sequences.cuh", "first_slot",
      Left("cu_seqlens[sequence] / block + sequence"),
-     _S8_FULL, "read of memory that nothing wrote"),
+     _S8_FULL, "what is not finite"),
     ("a sequence's first slot taken for the one before", "problem/sequences.cuh", "sequence_of_slot",
      OffByOne("first_slot(cu_seqlens, middle, block) <= slot"),
      _S8_FULL, "read of memory that nothing wrote"),
@@ -1840,9 +1841,6 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("largest values of the first queries alone", "quant/statistics.cuh", "Statistics::store_largest_of_q",
      Put("sampled_row(i, rows)", instead="i"),
      _S8_FULL, "output, emulation"),
-    ("rows of Q where a sequence has none", "quant/statistics.cuh", "Statistics::store_largest_of_q",
-     Put("rows > 0", instead="true"),
-     _S8_FULL, "access outside an allocation"),
     ("largest values of one thread's rows", "quant/statistics.cuh", "Statistics::largest_of",
      Put("fmaxf(largest, shared.sums[t][channel])", instead="largest"),
      _S8_FULL, "output, emulation"),
@@ -1881,17 +1879,17 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      _S8_FULL, "output, emulation"),
     ("the mean of K as it was where K is divided", "quant/quantize_k.cuh", "QuantizeK::load_factors",
      Put("-params.k_mean[first + c] * factor", instead="-params.k_mean[first + c]"),
-     _S8_FULL, "bits of k"),
+     _S8_FULL, "output, emulation"),
     ("Q's mean as it was where Q is multiplied", "quant/quantize_q.cuh", "QuantizeQ::load_factors",
      Put("-shared.shift[c] * factor", instead="-shared.shift[c]"),
-     _S8_SMOOTH, "bits of q"),
+     _S8_SMOOTH_FULL, "output, emulation"),
     ("barrier behind Q's factors dropped", "quant/quantize_q.cuh", "QuantizeQ::load_factors",
      Drop("__syncthreads();"),
      _S8_SMOOTH, "read of memory that nothing wrote"),
     # --- K and V quantized before
     ("stored mean of the first head for all", "quant/quantize_q.cuh", "QuantizeQ::load_k_mean",
      Left("channels + c"),
-     _HOPPER_K_INF, "bits of row_bias"),
+     _HOPPER_K_INF, "lse, emulation"),
     ("barrier behind the stored mean dropped", "quant/quantize_q.cuh", "QuantizeQ::load_k_mean",
      Drop("__syncthreads();"),
      _HOPPER_TINY, "read of memory that nothing wrote"),

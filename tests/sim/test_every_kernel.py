@@ -34,6 +34,7 @@ def test_every_quantization_and_every_epilogue_reads_and_stores_odd_rows(part):
     assert set(map(part, FIRST_OF_EACH)) == set(map(part, filter(may_be_simulated, SPECS)))
     for spec in SIMULATED:
         own = OF_QUANTIZATION_AND_EPILOGUE & OF_SPARSE_MASKS if spec.mask == "sparse" else OF_QUANTIZATION_AND_EPILOGUE
+        own = own if spec.qk == "int8" else own - {"heavy", "heavy, few keys"}
         assert OF_QUANTIZATION_AND_EPILOGUE.intersection(cases_of(spec)) == (own if spec in FIRST_OF_EACH else set())
 
 

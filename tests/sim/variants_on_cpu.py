@@ -79,10 +79,11 @@ SIMULATED = _simulated()
 
 
 def quantization_of(spec: AttnSpec) -> Hashable:
-    """Facts that decide how a kernel's calls quantize: the quantizer's source, and the means that it subtracts."""
+    """Facts that decide how a kernel's calls quantize: the quantizer's source, but for a wait in front of everything,
+    and the means that it subtracts."""
     quantizer, = (kernel for kernel in _MATRIX.kernels
                   if kernel.spec.kind == "quant" and kernel.spec.name in KERNELS[spec].companions)
-    return _source_of(quantizer), spec.v, spec.q
+    return _source_of(quantizer).replace("kProgrammatic = true", "kProgrammatic = false"), spec.v, spec.q
 
 
 def epilogue_of(spec: AttnSpec) -> Hashable:
