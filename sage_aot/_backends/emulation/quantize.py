@@ -46,7 +46,7 @@ class Quantized:
     k_mean: torch.Tensor  # [batch, kv heads, headdim], of a sample; zero where k is not smoothed
     k_factor: torch.Tensor  # likewise, by which channels of k are multiplied; one where k is not balanced
     q_unit: torch.Tensor  # [batch, kv heads, 1], by which rows of q are divided in addition
-    v_mean: torch.Tensor  # likewise
+    v_mean: torch.Tensor  # [batch, kv heads, headdim], as k_mean
     v_factor: torch.Tensor  # [batch, kv heads, kv tiles]: v less its mean is v · v_factor · v_scale
     k_spoilt: torch.Tensor  # [batch, kv heads, keys] bool: the key is not finite
     v_spoilt: torch.Tensor  # [batch, kv heads, keys, headdim] bool: the value is not finite
