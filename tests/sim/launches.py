@@ -94,7 +94,7 @@ def key_of(launch: Iterable[object], libraries: Iterable[Path], addresses: dict[
            buffers: Iterable[Buffer]) -> str:
     """A sha256 of a launch: of its settings, with its params at `anywhere(addresses)`, of the kernel's library and the
     engine's, of the host compiler and this processor, and of all that kernels can see of the buffers."""
-    made_by = _FORMAT, hostcc.identity(), *map(repr, launch), *map(_digest, libraries)
+    made_by = _FORMAT, hostcc.identity(), *map(repr, launch), *map(digest_of, libraries)
     digest = hashlib.sha256("\n".join(made_by).encode())
     for buffer in buffers:
         offsets = {name: address - buffer.address for name, address in addresses.items()}
@@ -113,6 +113,6 @@ def anywhere(addresses: dict[str, int]) -> dict[str, int]:
 
 
 @functools.cache
-def _digest(library: Path) -> str:
+def digest_of(library: Path) -> str:
     """A digest of a library, of which a process loads one version."""
     return hashlib.sha256(library.read_bytes()).hexdigest()

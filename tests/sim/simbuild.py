@@ -14,6 +14,7 @@ import functools
 import hashlib
 import io
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,7 @@ PROJECT = Project(ROOT, ROOT / "build" / "sim")
 MEANINGS = HERE / "include"
 ENGINE = HERE / "engine"
 _ENTRY = ENGINE / "kernel_entry.cpp"
+_SWITCH = re.compile(r"sim::planted\((\d+)\)")
 
 
 class HostBuildError(Exception):
@@ -70,6 +72,12 @@ class Build:
 
     def library(self, name: str) -> Path:
         return self.folder / f"{name}.so"
+
+    @functools.cache  # noqa: B019 - of a few folders
+    def switches(self, name: str) -> frozenset[int]:
+        """The planted bugs that a kernel of the matrix was compiled with (schemata.py)."""
+        headers = headers_of(self.folder / "gen" / f"{name}.cu", self.folder / "include", MEANINGS)
+        return frozenset(int(number) for header in headers for number in _SWITCH.findall(header.read_text()))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import hashlib
 from unittest import mock
 
 import torch
+from courses import Course
 from fuzz_cases import Case
 from fuzz_checks import Subject, Verdict
 from fuzz_spy import Spy
@@ -34,11 +35,11 @@ class Simulated(Subject):
         self.launched: set[str] = set()
         """Kernels that ran."""
 
-    def check(self, case: Case, seed: int) -> tuple[Verdict, str]:
+    def check(self, case: Case, seed: int, course: Course | None = None) -> tuple[Verdict, str]:
         """Make the call with the threads in the order of a seed; the verdict, and a digest of all that was written.
-        Where the simulator reports a fault, that is what failed, by its kind."""
+        Where the simulator reports a fault, that is what failed, by its kind. AsBefore where a course says so."""
         backend = SimulatorBackend(self.build, case.arch, seed, splits=case.splits or 1)
-        backend.simulator.launched = self.launched
+        backend.simulator.launched, backend.simulator.course = self.launched, course
         spy = Spy(backend)
         with mock.patch.object(launch_plan, "DELTA_BYTES", DELTA_BYTES):
             verdict = self.examine(case, spy)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from courses import Course
 from launches import INSIDE, WRITABLE, WRITTEN, Buffer, Launches, anywhere, key_of
 from simbuild import Build, build_engine
 from symbols import line_of
@@ -81,6 +82,7 @@ class Simulator:
         """`arch`: the chip to simulate instead of each kernel's own; 90 for sm_90."""
         self.build, self.seed, self.arch = build, seed, arch
         self.launched: set[str] = set()  # names of libraries
+        self.course: Course | None = None  # of the call whose launches these are
         self._engine = _engine()
         self._buffers: tuple[Buffer, ...] = ()
 
@@ -93,13 +95,21 @@ class Simulator:
                     self.arch or 10 * major + minor, record.programmatic_launch, launch.entry,
                     bool(record.facts.get("in_order")))
         simulate = functools.partial(self.launch_kernel, record.name, packed.at(addresses), *settings)
-        if self._engine.planted or self._engine.tables:  # no part of the key
-            simulate()
-            return
         self.launched.add(record.name)
-        LAUNCHES.run(simulate, lambda: key_of(
-            (record.name, packed.at(anywhere(addresses)), *settings, self.seed),
-            (self.build.library(record.name), self._engine.path), addresses, self._buffers), self._buffers)
+        if self.course:
+            self.course.begin(record.name)
+        if self._engine.tables or self._holds_the_bug(record.name):  # no part of the key
+            simulate()
+        else:
+            LAUNCHES.run(simulate, lambda: key_of(
+                (record.name, packed.at(anywhere(addresses)), *settings, self.seed),
+                (self.build.library(record.name), self._engine.path), addresses, self._buffers), self._buffers)
+        if self.course:
+            self.course.end(self._buffers)
+
+    def _holds_the_bug(self, name: str) -> bool:
+        """True where the bug that is switched on is one of a kernel's."""
+        return self._engine.planted > 0 and self._engine.planted in self.build.switches(name)
 
     def launch_kernel(self, name: str, params: bytes, blocks: int, threads: int, shared_bytes: int = 0,
                       arch: int = 80, programmatic: bool = False, entry: str = "", in_order: bool = False) -> None:

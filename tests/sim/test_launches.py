@@ -71,8 +71,8 @@ def test_another_kernel_is_simulated_alone(built, simulated, monkeypatch, name):
     """The attention kernel changed; the quantizers did not."""
     Simulated(built).check(case(), SEED)
     simulated.clear()
-    digest_of = launches._digest
-    monkeypatch.setattr(launches, "_digest", lambda path: digest_of(path) + path.stem * ("_attn_" in path.stem))
+    digest_of = launches.digest_of
+    monkeypatch.setattr(launches, "digest_of", lambda path: digest_of(path) + path.stem * ("_attn_" in path.stem))
     Simulated(built).check(case(), SEED)
     assert [kernel.split("_")[1] for kernel in simulated] == ["attn"]
 

@@ -394,7 +394,7 @@ def check_variant(build: Build, outcomes: Outcomes, spec: AttnSpec, name: str) -
     """Per seed the verdict of one of its cases, and a digest of all that was written."""
     subject, calls = _subject(build), [*in_orders(cases_of(spec)[name], seeds_of(spec))]
     found = outcomes.of(subject, spec, calls, lambda: [
-        (vars(verdict), digest) for verdict, digest in (subject.check(*call) for call in calls)])
+        (vars(verdict), digest) for verdict, digest in (outcomes.check(subject, spec, *call) for call in calls)])
     return [(Verdict(**values), digest) for values, digest in found]
 
 
@@ -405,7 +405,7 @@ def first_failure(subject: Simulated, outcomes: Outcomes, spec: AttnSpec, calls:
     def simulate() -> tuple[str, str] | None:
         simulator.plant(planted)
         try:
-            return failure_of(subject.check(*call) for call in calls)
+            return failure_of(outcomes.check(subject, spec, *call, planted) for call in calls)
         finally:
             simulator.plant(0)
 
