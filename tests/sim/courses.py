@@ -1,13 +1,13 @@
 """Calls of which only those launches are simulated again whose kernels changed.
 
-A call is Python, and what its launches write. The Python is the same as long as its sources are: it hands the same bytes
-to the same kernels as the last time, and judges them alike, as long as its launches have written the same bytes so far.
-So a call is made again up to the last launch of a kernel that changed. If each launch wrote what it wrote the last time,
-all that follows is as it was, the verdict too. The first launch that wrote something else makes the call an ordinary
-one, which is simulated and judged to its end.
+A call is Python, and what its launches write. Python whose sources are the same hands the same bytes to the same
+kernels as the last time, and judges them alike, as long as its launches have written the same bytes so far. So a call
+is made again up to the last launch of a kernel that changed. If each launch wrote what it wrote the last time, all that
+follows is as it was, the verdict too. The first launch that wrote something else makes the call an ordinary one, which
+is simulated and judged to its end.
 
-What a launch writes follows from its kernel and from what the launches before it in its call wrote. Calls with different
-planted bugs that the kernels so far do not hold share it.
+What a launch writes follows from its kernel and from what the launches before it in its call wrote. Calls with
+different planted bugs share it as far as their kernels hold none of those.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ _WATCHED = ("build_matrix.yaml", "codegen/*.py", "sage_aot/**/*.py", "templates/
 _UNWATCHED = ("sage_aot/_cli", *(f"sage_aot/integrations/{host}.py"
                                 for host in ("comfyui", "diffusers", "distributed", "transformers")))
 OF_OUTCOMES = ("build_matrix.yaml", "codegen/*.py", "sage_aot/**/*.py",
-                *(f"tests/sim/{name}.py" for name in ("courses", "hostcc", "launches", "outcomes", "simbuild", "simulated",
-                                                      "simulator", "symbols", "variants_on_cpu", "workers")),
+                *(f"tests/sim/{name}.py" for name in ("courses", "hostcc", "launches", "outcomes", "simbuild",
+                                                      "simulated", "simulator", "symbols", "variants_on_cpu",
+                                                      "workers")),
                 "tests/gpu/fuzz_*.py", "tests/gpu/layout.py", "tests/gpu/selection_checks.py",
                 "tests/gpu/training_checks.py")
 _SUFFIXES = {".py", ".yaml", ".jinja", ".cuh", ".cu", ".cpp", ".h", ".json"}
