@@ -2,8 +2,9 @@
 fixture `outcome` is what `function(build, **parameters)` returned for their own parameters.
 
 Where nobody asks for tests by name, what was simulated before is not repeated: tests marked `planted`, which plant
-bugs, are left out where a whole run left a stamp (stamp.py); of others the outcome is kept (outcomes.py), and where the
-package's Python changed, what each launch wrote (launches.py).
+bugs, are left out where a whole run left a stamp (stamp.py); of others the outcome is kept (outcomes.py). Where kernels
+changed, calls go as far as their launches (courses.py); where the package's Python changed, what each launch wrote is
+kept (launches.py).
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def simulating(request: pytest.FixtureRequest) -> Iterator[None]:
     workers.close()
     if kept.recalled:
         config.stash[LINES].append(f"{kept.recalled} outcomes of simulated calls are kept from runs with the same "
-                                   f"kernels, engine and Python; {len(kept.made)} were simulated. `-m by_workers` "
-                                   "simulates all.")
+                                   f"kernels, engine and Python; calls of {kept.again} tests were made. "
+                                   "`-m by_workers` simulates all.")
     if planted := config.stash.get(_PLANTED, None):
         planted.finish()
 

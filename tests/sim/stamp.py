@@ -60,11 +60,13 @@ class Kept:
     sources: str = field(default_factory=lambda: sources_key())  # as it was when the session began
     made: dict[str, bytes] = field(default_factory=dict)
     recalled: int = 0
+    again: int = 0  # tests whose calls were made
 
     def passed(self, made: Mapping[str, bytes], recalled: int) -> None:
         """Note the outcomes behind one of them."""
         self.made.update(made)
         self.recalled += recalled
+        self.again += bool(made)
 
     def finish(self) -> None:
         """Keep what was simulated, on files that are still the same."""

@@ -14,6 +14,7 @@ import simulator
 from fuzz_cases import Case
 from launches import INSIDE, WRITABLE, WRITTEN, Buffer, Launches, anywhere, key_of
 from run_case import case_of
+from simbuild import Build
 from simulated import Simulated
 from simulator import LAUNCHES
 from variants_on_cpu import variant
@@ -108,15 +109,18 @@ def test_what_the_simulator_reports_it_reports_each_time(built, simulated, name)
 
 
 @pytest.mark.parametrize("name", [NAME])
-def test_bugs_are_planted_each_time(built, simulated, name):
+def test_bugs_are_planted_each_time(built, simulated, monkeypatch, name):
+    """Of attention here: kernels that do not hold a bug run as they did."""
+    monkeypatch.setattr(Build, "switches", lambda self, kernel: {1} if "_attn_" in kernel else set())
     Simulated(built).check(case(), SEED)
-    simulated.clear()
-    simulator.plant(1)
-    try:
-        Simulated(built).check(case(), SEED)
-    finally:
-        simulator.plant(0)
-    assert len({*simulated}) == 3
+    for planted, again in ((1, ["attn"]), (2, []), (1, ["attn"])):
+        simulated.clear()
+        simulator.plant(planted)
+        try:
+            Simulated(built).check(case(), SEED)
+        finally:
+            simulator.plant(0)
+        assert [kernel.split("_")[1] for kernel in simulated] == again
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,16 @@ import shutil
 import operations
 import pytest
 import schemata
+import simbuild
+from bugs import SWITCHED
 from headers import by_words, places_in, words
 from operations import Behind, Drop, OffByOne, Operation, Put
 from schemata import Bug
 from simbuild import PROJECT, Project
+from variants_on_cpu import variant
+
+from codegen.compilation import headers_of
+from codegen.render import render_all, source_path
 
 HEADER = """
 template <class T>
@@ -144,6 +150,22 @@ def test_switches_one_inside_the_other(sources, tmp_path):
     assert [text.count(f"planted({number})") for number in (1, 2, 3, 4, 5)] == [1, 1, 1, 1, 1]
     assert words("const int end = (sim::planted(4) ? (kEnd - 1) : (kEnd + 1));") in text
     assert words("const Pair pair(first, (sim::planted(5) ? (kEnd) : (kEnd + 2)));") in text
+
+
+def test_a_build_knows_which_kernel_holds_which_bug(tmp_path):
+    name = max(SWITCHED, key=lambda name: len({bug.header for bug in SWITCHED[name]}))
+    project = schemata.plant_switched(SWITCHED[name], tmp_path)
+    kernels = [kernel for kernel in simbuild.matrix().kernels if kernel.spec.name in simbuild.kernels_of(variant(name))]
+    render_all(kernels, simbuild.matrix(), project)
+    simbuild._link_headers(project.include, project.build / "include")
+    for kernel in kernels:
+        headers = headers_of(source_path(kernel, project), project.include)
+        held = {number for number, bug in enumerate(SWITCHED[name], 1)
+                if project.include / "sage" / bug.header in headers}
+        assert simbuild.Build(project.build).switches(kernel.spec.name) == held
+        if kernel.spec.kind in ("attn", "quant"):
+            folders = {SWITCHED[name][number - 1].header.split("/")[0] for number in held}
+            assert folders & {"attn", "quant"} == {kernel.spec.kind}
 
 
 def test_a_second_copy_writes_what_changed_alone(sources, tmp_path):
