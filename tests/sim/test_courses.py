@@ -199,7 +199,8 @@ def test_a_digest_is_of_all_that_may_be_written():
     own, done = INSIDE | WRITABLE, INSIDE | WRITABLE | WRITTEN
     found = [wrote(buffer(values, bytes(states))) for values, states in (
         (b"abc", (own, done, done)), (b"abd", (own, done, done)), (b"abc", (done, done, done)),
-        (b"abc", (own, own, done)), (b"abcd", (own, done, done, own)))]
+        (b"abc", (own, own, done)), (b"abcd", (own, done, done, own)), (b"ab\0", (own, done, done)),
+        (b"ab\0", (own, done, own)))]
     assert len({*found}) == len(found)
     assert wrote(buffer(b"xbc", bytes((own, done, done)))) == found[0]  # nothing wrote the first byte
     assert wrote(buffer(b"abc", bytes((own, done, done))), buffer(b"input", bytes([INSIDE | WRITTEN] * 5))) == found[0]
