@@ -84,7 +84,7 @@ def _digest(buffers: Iterable[Buffer]) -> str:
 
 @dataclass
 class Writings:
-    """What launches of this process wrote, by all that it follows from."""
+    """Digests of what launches of this process wrote, by all that it follows from."""
 
     known: dict[str, str] = field(default_factory=dict)
 

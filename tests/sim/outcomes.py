@@ -84,7 +84,7 @@ class Outcomes:
 
     @staticmethod
     def _made_again(subject: Simulated, case: Case, seed: int, course: Course) -> Any:
-        """What is found now, as JSON holds it; None where it is what was found the last time."""
+        """Outcome of now, as JSON holds it; None where it is that of the last time."""
         try:
             verdict, digest = subject.check(case, seed, course)
         except AsBefore:

@@ -69,7 +69,7 @@ def case(name: str = NAME, **values: object) -> Case:
 
 def checked(built: Build, of: Case | None = None, sources: str = "sources", planted: int = 0, seed: int = SEED,
             worker: Outcomes | None = None, name: str = NAME) -> tuple[Verdict, str]:
-    """What a session finds of a call, and keeps."""
+    """Verdict that a session finds of a call, and keeps."""
     worker = worker or Outcomes(sources)
     found = worker.check(Simulated(built), variant(name), of or case(), seed, planted)
     Cache.of_environment().keep({key: [entry] for key, entry in worker.take()[0].items()})

@@ -110,7 +110,7 @@ def test_what_the_simulator_reports_it_reports_each_time(built, simulated, name)
 
 @pytest.mark.parametrize("name", [NAME])
 def test_bugs_are_planted_each_time(built, simulated, monkeypatch, name):
-    """Of attention here: kernels that do not hold a bug run as they did."""
+    """Kernels that do not hold a bug run as they did: all but attention."""
     monkeypatch.setattr(Build, "switches", lambda self, kernel: {1} if "_attn_" in kernel else set())
     Simulated(built).check(case(), SEED)
     for planted, again in ((1, ["attn"]), (2, []), (1, ["attn"])):
