@@ -94,7 +94,7 @@ def header(arguments: argparse.Namespace, library: Library) -> dict[str, str]:
 def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_shape_arguments(parser, seqlen="4096", batch=2, heads=8)
     parser.add_argument("--inputs", type=classes, default=",".join(reference.INPUT_CLASSES), metavar="CLASSES",
-                        help=f"of {', '.join(reference.INPUT_CLASSES + reference.HARD_CLASSES)} (default: %(default)s)")
+                        help=f"of {', '.join(reference.ALL_CLASSES)} (default: %(default)s)")
     parser.add_argument("--queries", type=int, metavar="COUNT", help="of every case (default: as many as keys)")
     parser.add_argument("--arch", type=common.words,
                         help="whose kernels (default: every arch of the folder that can run here)")
@@ -125,7 +125,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 def classes(text: str) -> list[str]:
     """``"normal,sink15"`` → ``["normal", "sink15"]``; argparse reports a word that is not a class."""
-    names, known = common.words(text), reference.INPUT_CLASSES + reference.HARD_CLASSES
+    names, known = common.words(text), reference.ALL_CLASSES
     if not set(names) <= set(known):
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
     return names

@@ -22,10 +22,14 @@ MIN_COSINE = 0.998
 less than the difference."""
 
 _SINK_NATS = {"sink13": 13.0, "sink15": 15.0}
+_SIZE_OF_Q = {"peaked": 2.0, "diffuse": 0.3}  # factors of q
 _HEAVY = {"heavy1": (12.0, 12.0, 1), "heavy4": (1.0, 30.0, 4)}  # factors of q and k, channels
 
 HARD_CLASSES = (*_SINK_NATS, *_HEAVY, "ones")
 """Input classes that break 8-bit attention most."""
+
+ALL_CLASSES = (*INPUT_CLASSES, *HARD_CLASSES, *_SIZE_OF_Q)
+"""Every class that inputs() makes."""
 
 _SCORES_AT_ONCE = 2**27  # elements of a float64 score matrix: 1 GB
 
@@ -88,9 +92,12 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
     them: 3·N(0, 1) to q, 6·N(0, 1) to k, 2·N(0, 1) to v, and in one channel each 12, −15 and 8 more.
     ``"sink13"`` and ``"sink15"`` have an attention sink: one key, the first, whose score lies 13 or 15 above the mean
     of the others in every row, and whose value is small. V has a mean in every channel, N(0, 1).
-    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30. ``"ones"`` is N(0, 1) with
-    a v of ones: every output is one.
+    ``"heavy1"`` multiplies one channel of q and of k by 12, ``"heavy4"`` four of k by 30; ``"peaked"`` multiplies q by
+    2, ``"diffuse"`` by 0.3. ``"ones"`` is N(0, 1) with a v of ones: every output is one. ValueError: no such class.
     """
+    if kind not in ALL_CLASSES:
+        raise ValueError(f"expected one of {', '.join(ALL_CLASSES)}, got {kind!r}")
+
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)
 
@@ -106,6 +113,8 @@ def inputs(kind: str, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype
         of_q, of_k, count = _HEAVY[kind]
         tensors[0][..., 3:3 + count] *= of_q
         tensors[1][..., 3:3 + count] *= of_k
+    elif kind in _SIZE_OF_Q:
+        tensors[0] *= _SIZE_OF_Q[kind]
     elif kind == "ones":
         tensors[2].fill_(1.0)
     q, k, v = (tensor.to(dtype) for tensor in tensors)

@@ -457,3 +457,18 @@ def test_overview_is_in_percent_and_marks_what_the_kernels_do():
     assert "| **8 bits, E4M3** | 0.100 (0.100) | 0.200 (0.300) |" in lines
     assert "| 4 bits, E4M3 | 20.0 (20.0) | 40.0 (60.0) |" in lines
     assert "| **4 bits, E4M3, ours** | 1.25 (1.25) | 2.50 (3.75) |" in lines
+
+
+# --- input classes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("peaked", 2.0), ("diffuse", 0.3)])
+def test_classes_of_other_sizes_of_q(kind, factor):
+    (q, *kv), (normal, *others) = draw(kind), draw("normal")
+    torch.testing.assert_close(q.float(), factor * normal.float(), rtol=2**-7, atol=0)  # both are rounded
+    assert all(map(torch.equal, kv, others))
+
+
+def test_a_class_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="expected one of normal, outlier, .*, got 'peeked'"):
+        draw("peeked")
