@@ -46,7 +46,9 @@ class PlannedKernel:
     @property
     def min_blocks(self) -> int:
         """Resident blocks an SM that the registers must allow."""
-        return self.tile.min_blocks if isinstance(self.spec, AttnSpec) else self.how.min_blocks or 1
+        if isinstance(self.spec, AttnSpec):
+            return self.tile.min_blocks
+        return dict(self.how.min_blocks)[self.spec.headdim] if isinstance(self.spec, QuantSpec) else 1
 
 
 @dataclass(frozen=True)

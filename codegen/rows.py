@@ -90,7 +90,7 @@ class FamilyKind:
 
     template: str
     threads: int | None  # of a block; those of attention kernels follow from their tiles
-    min_blocks: int | None  # resident blocks an SM, of quantizers; attention kernels have their tiles', delta none
+    min_blocks: tuple[tuple[int, int], ...]  # (head dim, resident blocks an SM) of quantizers; others have their tiles'
     allowed_spill_bytes: int = 0  # of quantizers and backward kernels; attention kernels have their rows'
     suffix: str = ""  # of the target of backward kernels, likewise
 
@@ -194,9 +194,19 @@ class RowReader:
             self.reader.complain(line_of(entries["template"]), f"expected a file in templates/, got {template!r}")
         threads = self._integer(entries, "threads", f"a multiple of 32, at most {_MAX_THREADS}",
                                 lambda value: value % 32 == 0 and 0 < value <= _MAX_THREADS)
-        min_blocks = self._integer(entries, "min_blocks", "a positive integer")
-        return FamilyKind(str(template), threads, min_blocks, self._allowed_spills(line_of(node), entries),
-                          self._suffix(entries))
+        return FamilyKind(str(template), threads, self._min_blocks(entries),
+                          self._allowed_spills(line_of(node), entries), self._suffix(entries))
+
+    def _min_blocks(self, entries: dict[str, yaml.Node]) -> tuple[tuple[int, int], ...]:
+        """The head dims, each with its number of blocks; one number is that of every head dim."""
+        headdims = self.axes.get("headdim", ())
+        if isinstance(entries.get("min_blocks"), yaml.MappingNode):
+            entries = self.reader.mapping(entries["min_blocks"], "'min_blocks'", tuple(map(str, headdims)))
+            keys = {headdim: str(headdim) for headdim in headdims}
+        else:
+            keys = dict.fromkeys(headdims, "min_blocks")
+        found = [(int(headdim), self._integer(entries, key, "a positive integer")) for headdim, key in keys.items()]
+        return tuple((headdim, blocks) for headdim, blocks in found if blocks)
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:

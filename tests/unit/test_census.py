@@ -446,7 +446,7 @@ def test_the_register_budget_lets_the_rows_blocks_fit_an_sm(matrix, name, regist
 
 def test_the_register_budget_follows_the_blocks_of_the_family(matrix):
     quant = next(kernel for kernel in matrix.kernels if kernel.spec.name == "sage_quant_sm80_d64_qkint8_pvf16")
-    three = dataclasses.replace(quant, how=dataclasses.replace(quant.how, min_blocks=3))
+    three = dataclasses.replace(quant, how=dataclasses.replace(quant.how, min_blocks=((64, 3),)))
     assert register_budget(three, 256) == 80  # three of 256 threads: 85, in eights
 
 
