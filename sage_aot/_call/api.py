@@ -123,8 +123,8 @@ def attn(q: torch.Tensor, k: torch.Tensor | QuantizedKV, v: torch.Tensor | None 
             head dim 128, sm89, and sm120 with f32 sums, these two where neither q nor v is smoothed): by a line between
             the powers of two. A P is then off by at most 7.3 %, but for a factor that a row's P have in common; an
             exponential that is rounded to FP8 by at most 6.3 %. These kernels take exponentials too: in calls that
-            return the log-sum-exp or split their keys, and on sm90, where q is not smoothed, for tiles of queries whose
-            scores may lie beyond ±65 in log2 units. ``"auto"``: ``"linear"`` where the GPU has such a kernel.
+            return the log-sum-exp, and on sm90, where q is not smoothed, for tiles of queries whose scores may lie
+            beyond ±65 in log2 units. ``"auto"``: ``"linear"`` where the GPU has such a kernel.
         window: ``(left, right)``: query i is at the key ``i + keys - queries``, and sees at most `left` keys in front
             of that key, that key, and at most `right` keys behind it; −1 is no bound. As in FlashAttention. With
             `is_causal`, `right` is 0. KV tiles that no query of a tile sees are not read. None: no window. There are no

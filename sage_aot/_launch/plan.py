@@ -241,7 +241,7 @@ def _known(plan: Plan, tensors: Arguments) -> dict[str, Any]:
         **{name: (name, 0) if problem.tokens else NULL for name in ("cu_seqlens_q", "cu_seqlens_k")},
         "q": tensors.q.tensor, "k": tensors.k.tensor, "v": tensors.v.tensor, "out": tensors.out.tensor,
         **{name: tensors.optional[name].tensor if name in tensors.optional else ABSENT for name in TENSORS},
-        "lse": ("lse", 0),
+        "lse": ("lse", 0), "returns_lse": int(tensors.returns_lse),
         "batch": problem.batch, "num_q_heads": FastDivmod.of(problem.num_q_heads),
         "num_kv_heads": FastDivmod.of(problem.num_kv_heads),
         "q_heads_per_kv_head": FastDivmod.of(problem.num_q_heads // problem.num_kv_heads),

@@ -81,7 +81,7 @@ _INTEGERS = ("batch", "seqlen_q", "seqlen_kv", "q_rows", "kv_rows", "headdim", "
              "mask_of_batch", "mask_of_head", "block_rows", "seqlen", "centre", "q_block_count", "k_blocks", "block_q",
              "block_k", "group_rows", "pitch", "choose_by", "choose_causal", "first_kept", "near_kept",
              "dense_first_keys", "dense_last_keys", "dense_first_queries", "dense_last_queries", "wants_row_bias",
-             "balance", "unused")
+             "balance", "returns_lse", "unused")
 _DIVISORS = ("num_q_heads", "num_kv_heads", "q_heads_per_kv_head", "q_tiles", "blocks_per_kv_head", "key_blocks",
              "tile_blocks", "splits", "row_blocks", "q_side_tiles", "kv_side_tiles", "q_blocks", "kv_blocks_of_head",
              "heads_side_by_side", "mask_heads", "x_heads", "blocks", "groups")

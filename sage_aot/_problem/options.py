@@ -201,9 +201,9 @@ class Options:
         "auto", schema="str", valid=_is_one_of("auto", *map(str, AXES["p"])), samples=("auto", "linear", "exp2"),
         refused="exact", expected="'auto', 'linear' or 'exp2'",
         axis="p", values={value: value for value in AXES["p"]},
-        help="how P follows from a score: `\"exp2\"` by an exponential; `\"linear\"`, on sm90 up to head dim 128, on "
-             "sm89, and on sm120 with f32 sums, for INT8 scores where neither q nor v is smoothed, by a line between "
-             f"the powers of two; `\"auto\"` is `\"{AXES['p'][0]}\"` where the GPU has such a kernel")
+        help="how P follows from a score: `\"exp2\"` by an exponential; `\"linear\"`, for FP8 P of INT8 scores on "
+             "sm90 up to head dim 128, and on sm89 and sm120 (there with f32 sums) where neither q nor v is smoothed, "
+             f"by a line between the powers of two; `\"auto\"` is `\"{AXES['p'][0]}\"` where the GPU has such a kernel")
     window: tuple[int, int] | None = _option(
         None, schema="int[]?", valid=_is_window, fixed=True, axis="mask", values={(47, 20): "sparse"},
         samples=(None, (47, 20), (-1, 0), (0, 0), (-1, 30), (100, -1), (300, 0), (-1, -1)), refused=(-2, 0),

@@ -86,7 +86,7 @@ class Case(_SizesAndOptions):
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_k": 2, "heavy_v": 1, "sparse_v": 1,
-                         "vast_v": 1, "unequal": 1, "spike": 0, "stepped_v": 0, "vast_scores": 0})  # 0: for tests/sim
+                         "vast_v": 1, "unequal": 1, "alike_v": 1, "spike": 0, "stepped_v": 0, "vast_scores": 0})  # 0: for tests/sim
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
                               "all": 1})
@@ -622,6 +622,12 @@ def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     v[..., ::2] *= (torch.arange(v.shape[2], device=v.device) % 37 == 5)[:, None]
 
 
+def _alike_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Keys with the values of one, as padding has, but for few, which a sample may miss."""
+    own = torch.arange(v.shape[2], device=v.device) % 37 == 5
+    v.copy_(torch.where(own[:, None], v, v[:, :, :1]))
+
+
 def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """The third and the fourth KV tile of 128 keys need another factor than those around them."""
     v[:, :, 256:512] *= 2.0**-12
@@ -630,8 +636,8 @@ def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 _CHANGES = {"normal": _unchanged, "outlier": _unchanged, "constant": _constant, "biased_v": _biased_v, "zeros": _zeros,
             "huge": _huge, "wide_v": _wide_v, "tiny": _tiny, "spike": _spike,
             "sink": _sink, "falling": _falling, "low": _low, "heavy_k": _heavy_k, "heavy_v": _heavy_v,
-            "sparse_v": _sparse_v, "vast_v": _vast_v, "unequal": _unequal, "stepped_v": _stepped_v,
-            "vast_scores": _vast_scores}
+            "sparse_v": _sparse_v, "vast_v": _vast_v, "unequal": _unequal, "alike_v": _alike_v,
+            "stepped_v": _stepped_v, "vast_scores": _vast_scores}
 
 
 def _plant(case: Case, tensors: dict[str, torch.Tensor]) -> None:

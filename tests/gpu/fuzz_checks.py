@@ -219,9 +219,15 @@ def arithmetic_of(case: Case) -> Arithmetic:
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
-                      rare_values=case.kind in ("sparse_v", "heavy_v"),
+                      rare_values=case.kind in ("sparse_v", "heavy_v", "alike_v") or _hides_by_copies(case),
                       balanced=qk == "int8" and case.smooth_k and not rotate and not case.trained,
                       of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)
+
+
+def _hides_by_copies(case: Case) -> bool:
+    """True where most keys are hidden, and copies of the few others: next to a mask that differs by query."""
+    by_query = case.blocks != "none" or case.elements != "none" or case.sparse != "none"
+    return by_query and case.mask_kind in ("left", "right", "few", "one")
 
 
 # --- attn, attn_varlen, and attn with a QuantizedKV -------------------------------------------------------------------

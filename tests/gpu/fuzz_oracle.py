@@ -49,7 +49,7 @@ TRAINED_ROWS = 256
 """Queries, and keys, from which on TRAINED_L2 holds: fewer average less. A causal head of 255 had a dQ off by 0.064."""
 
 RARE_VALUES = 0.5
-"""Most rounding of FP8 V, as a share of the channel's largest, where another channel is zero but for few keys: the
+"""Most rounding of FP8 V, as a share of the channel's largest, where few keys of another channel are unlike others: the
 factor of a KV tile, which all channels share, follows from the channel that its sample underestimates most. Sums in f16
 leave V̂ a range so short that values may vanish."""
 
@@ -80,7 +80,7 @@ class Arithmetic:
     smooth_v: bool
     half_sums: bool  # P·V adds up in f16
     independent: bool  # elements of q, k and v; errors are then a random walk
-    rare_values: bool  # some channels of v are zeros but for few keys
+    rare_values: bool  # in some channels of v few keys are unlike the others
     linear_p: bool = False  # P may follow from scores by a line
     balanced: bool = False  # channels of k far larger than most are divided, and those of q multiplied
     of_merged: float = 0.0  # rounding to the call's dtype: of means that are keys and values, and of merged outputs

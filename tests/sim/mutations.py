@@ -877,8 +877,14 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      Put("state.unit", instead="1.0f"),
      _LINE, "output, emulation"),
     ("a log-sum-exp of a line", "attn/mma/mainloop.cuh", "AttentionMma::run",
-     Left("Config::kP == P::kExp2 || params.lse != nullptr"),
+     Left("Config::kP == P::kExp2 || params.returns_lse"),
+     _LINE, "rows beyond the tight bound"),
+    ("splits of a linear P weighed by no sum, Ada", "attn/mma/mainloop.cuh", "AttentionMma::run",
+     Put("Config::kP == P::kLinear && !params.returns_lse", instead="false"),
      _LINE, "output, emulation"),
+    ("exponentials where keys are split, Ada", "attn/mma/mainloop.cuh", "AttentionMma::run",
+     Put("Config::kP == P::kExp2 || params.returns_lse", instead="Config::kP == P::kExp2 || params.lse != nullptr"),
+     _LINE, "rows beyond the tight bound"),
     # --- attn/mma/kv_stream.cuh, attn/mma/mainloop.cuh: V of one KV tile
     ("the one V not waited for", "attn/mma/mainloop.cuh", "AttentionMma::WarpState::step",
      Drop("Stream::wait_for_v();", 2),
@@ -1319,6 +1325,18 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("norms not waited for", "attn/wgmma/kernel.cuh", "AttentionWgmma::init_barriers",
      Put("Traits::kBoundsScores ? 2 : 1", instead="1"),
      _LINEAR, "more arrivals than a phase expects"),
+    ("exponentials where keys are split", "attn/wgmma/kernel.cuh", "AttentionWgmma::takes_exact_sums",
+     Put("params.returns_lse", instead="params.lse != nullptr"),
+     "sm90_d64_qkint8_pve4m3_acc2f32_plinear_full_vraw_qsmooth", "rows beyond the tight bound"),
+    ("splits of a linear P weighed by no sum", "attn/wgmma/kernel.cuh", "AttentionWgmma::consume",
+     Put("Config::kP == P::kLinear && !params.returns_lse", instead="false"),
+     _LINEAR, "output, emulation"),
+    ("a log-sum-exp of a line, Hopper", "attn/wgmma/kernel.cuh", "AttentionWgmma::takes_exact_sums",
+     Put("params.returns_lse", instead="false"),
+     _LINEAR_WIDE, "rows beyond the tight bound"),
+    ("no early ping-pong arrival", "attn/wgmma/mainloop.cuh", "Mainloop::step",
+     Drop("pingpong.arrive();"),
+     _LINEAR_WIDE, "deadlock"),
     # --- quant/kept_sums.cuh
     ("sums of one tile of V kept for another", "quant/quantize_v.cuh", "QuantizeV::sum_over_tile",
      Put("shared.v_error[own_tile][warp]", instead="shared.v_error[0][warp]"),
@@ -1509,7 +1527,7 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
     ("a consumer that sees no key waits for one", "attn/wgmma/kernel.cuh", "AttentionWgmma::consume",
      Always("if (Traits::kPasses ? loop.find_first() : (Shared::kListed ? loop.kv_end() : (kTogether ? work.kv : "
             "loop.own_kv).end) > 0) { if constexpr (Traits::kBoundsScores) loop.issue_qk(); "
-            "if (params.lse != nullptr) { loop.template attend<true, P::kExp2>(); } else if constexpr "
+            "if (takes_exact_sums()) { loop.template attend<true, P::kExp2>(); } else if constexpr "
             "(Traits::kBoundsScores) { if (scores_in_range(loop, query.index, consumer)) loop.template attend<false, "
             "P::kLinear>(); else loop.template attend<false, P::kExp2>(); } else { loop.template attend<false, "
             "Config::kP>(); } }"),
@@ -1715,8 +1733,11 @@ MUTATIONS = [Mutation(name, Bug(header, place, operation), variant, caught)
      Put("shared.amax[t][w]", instead="shared.amax[t][0]"),
      _E4M3_F32, "output, emulation"),
     ("scale of channels that a sample finds empty", "quant/statistics.cuh", "Statistics::channel_scale",
-     Put("shared.magnitude[c]", instead="0.0f"),
+     Put("fmaxf(magnitude, magnitude_of_v(c))", instead="magnitude"),
      _E4M3_F16, "bits of v_scale"),
+    ("scale of channels by whose sample all keys are one", "quant/statistics.cuh", "Statistics::magnitude_of_v",
+     Put("kLeastSpread", instead="0.0f"),
+     _E4M3_F16, "output, emulation"),
     # --- numerics/rotation.cuh
     ("half of the butterflies of a lane left out", "numerics/rotation.cuh", "rotate",
      Put("stride *= 2", instead="stride *= 4"),

@@ -116,7 +116,7 @@ first."""
 
 FIRST_OF_EACH_SOFTMAX = _first_of_each(softmax_of)
 
-OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast", "heavy", "heavy, few keys"}
+OF_QUANTIZATION_AND_EPILOGUE = {"odd", "floats", "masked", "vast", "heavy", "heavy, few keys", "alike"}
 """Cases that tell how rows are read and stored, and little of what comes between: FIRST_OF_EACH alone has them."""
 
 
@@ -235,8 +235,9 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
     vast: a key whose values end a dtype's range.
+    alike, where V is smoothed: values of one key in all others but a few.
     masked: a key mask, MASKED; where V is smoothed and Q is not, also with K and V quantized before.
-    sequences: of several lengths in one tensor, SEQUENCES.
+    sequences: of several lengths in one tensor, SEQUENCES; with the log-sum-exp where P is linear, too.
     floats: f32, also with K and V quantized before, FLOATS.
     split: keys that several blocks share, some with a key mask or in sequences, SPLITS.
     trained, where the kernel is: the gradients of grouped heads, of several tiles.
@@ -282,6 +283,8 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     found["factors"] = replace(few, scale=-0.1, **({"rotate": True} if spec.mask == "full" else {"smooth_k": False}),
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     found["vast"] = replace(few, dtype="bf16", seqlen_kv=3 * tile.block_n + 42, kind="vast_v")
+    if spec.v == "vsmooth":
+        found["alike"] = replace(few, kind="alike_v", seqlen_kv=2 * tile.block_n + 42)
     if spec.qk == "int8":
         found["heavy"] = replace(plain, kind="heavy_k", group=2, kv_heads=4, stored=True,
                                  seqlen_kv=tile.block_n + 42, headdim=spec.headdim - 8)
@@ -291,7 +294,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
                                         "seqlen_kv": 2 * tile.block_n + 100,
                                         "stored": (spec.v, spec.q) == ("vsmooth", "qraw"),
                                         **MASKED[spec.mask, spec.v, spec.q]})
-    found["sequences"] = replace(plain, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
+    found["sequences"] = replace(plain, return_lse=True, **{"batch": 4, "group": 1, "seqlen_q": tile.block_m + 20,
                                            "seqlen_kv": 2 * tile.block_n + 50, "lengths": "mixed",
                                            **SEQUENCES[spec.mask, spec.v]})
     fewer_channels, others = FLOATS[spec.mask, spec.v]

@@ -278,3 +278,17 @@ def test_fma_down_is_the_largest_float_that_is_no_larger():
         right = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
         assert Fraction(float(got)) <= right < Fraction(float(np.nextafter(got, np.float32(np.inf))))
     assert fma_down(*(torch.tensor([x]) for x in (-math.inf, 1.0, -1.0))).item() == -math.inf
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+def test_keys_that_a_sample_of_equal_values_misses_keep_their_values(arch, monkeypatch):
+    """The two keys that rows see have values of their own, the other 254 of 256 those of one."""
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    v[:, :, 2:] = v[:, :, 2:3]
+    v[..., 7] *= 0.01
+    seen = torch.zeros(256, 256, dtype=torch.bool)
+    seen[:128, 0] = seen[128:, 1] = True
+    monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
+    out = sage_aot.attn(q, k, v, smooth_v=True, attn_mask=seen)
+    expected = torch.cat([v[:, :, :1].expand(1, 1, 128, 64), v[:, :, 1:2].expand(1, 1, 128, 64)], 2)
+    assert (out - expected).abs().max() < 0.1 * expected.abs().max()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -24,9 +26,9 @@ def draw(q_shape, kv_shape, seed=0):
     return [torch.randn(shape, generator=generator).bfloat16() for shape in (q_shape, kv_shape, kv_shape)]
 
 
-def attn(arch, splits, *tensors, **options):
+def attn(arch, splits, *tensors, return_lse=True, **options):
     with handing(EmulationBackend(default_library().manifest, arch, splits)):
-        return sage_aot.attn(*tensors, return_lse=True, **options)
+        return sage_aot.attn(*tensors, return_lse=return_lse, **options)
 
 
 def float64(q, k, v, is_causal=False):
@@ -56,6 +58,20 @@ def test_splits_change_the_rounding_alone(arch, options, splits):
 
 
 @pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("arch", ["sm89", "sm90"])
+def test_a_linear_p_stays_so_where_keys_are_split(arch, splits):
+    """Every other key has a score 0.3 octaves below the others', where a line and an exponential round differently."""
+    q, k, v = torch.zeros(1, 1, 150, 64), torch.zeros(1, 1, 700, 64), torch.zeros(1, 1, 700, 64)
+    q[..., 0], k[..., ::2, 0], k[..., 1::2, 0], v[..., ::2, :] = 1.0, 0.5, -0.5, 1.0
+    call = {"scale": 0.3 * math.log(2.0), "return_lse": False}
+    split, whole = (attn(arch, n, q, k, v, **call) for n in (splits, 1))
+    exact = attn(arch, splits, q, k, v, p="exp2", **call)
+    assert (split - whole).abs().max() < 1e-4
+    assert (whole - 448 / (448 + 384)).abs().max() < 0.01  # V is rounded, too
+    assert (exact - 448 / (448 + 352)).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("splits", SPLITS)
 def test_rows_without_keys_and_values_that_are_not_finite_are_those_of_a_whole_call(splits):
     q, k, v = draw((1, 2, 300, 64), (1, 2, 200, 64))  # causal: the first 100 queries see no key
     q[0, 0, 50], q[0, 0, 150], k[0, 1, 180], v[0, 0, 20, 7] = torch.nan, torch.inf, torch.nan, torch.inf
@@ -75,7 +91,7 @@ def test_masked_keys_and_sequences_are_split_too():
     begins = torch.tensor([0, 30, 40], dtype=torch.int32), torch.tensor([0, 100, 500], dtype=torch.int32)
     of_sequences = [x[0].transpose(0, 1) for x in (q, k, v)]
     with handing(EmulationBackend(default_library().manifest, "sm90", 3)):
-        out = sage_aot.attn_varlen(*of_sequences, *begins, 30, 400)
+        out, _ = sage_aot.attn_varlen(*of_sequences, *begins, 30, 400, return_lse=True)
     for rows, keys in ((slice(0, 30), slice(0, 100)), (slice(30, 40), slice(100, 500))):
         alone, _ = attn("sm90", 3, q[:1, :, rows], k[:1, :, keys], v[:1, :, keys])
         assert torch.equal(out[rows], alone[0].transpose(0, 1))

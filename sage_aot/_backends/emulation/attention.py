@@ -33,7 +33,7 @@ class Softmax(Protocol):
 
     row_ref: torch.Tensor  # [batch, heads, rows], what P is relative to, log2 units
     row_sum: torch.Tensor  # likewise, the sum of the rounded P times the kernel's sum_unit, by which O is divided
-    lse_sum: torch.Tensor  # likewise, that of the log-sum-exp
+    lse_sum: torch.Tensor  # likewise, that of the log-sum-exp; infinite where P is linear, and row_sum takes its place
 
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor, is_linear: bool,
                  bound: torch.Tensor | None) -> None:
@@ -66,7 +66,7 @@ def attend(plan: Plan, quantized: Quantized, key_ranks: torch.Tensor | None = No
     whether the call returns the log-sum-exp. `sinks`: [heads], which the first split has. `elements`: [batch,
     heads, queries, keys] bool, what the masks of the call leave, its window apart; None: all."""
     visible = visible_keys(plan.problem, quantized.q.shape[2], None if key_ranks is None else key_ranks.cpu())
-    is_linear = plan.kernels.attn.spec.p == "linear" and not with_lse and plan.splits == 1
+    is_linear = plan.kernels.attn.spec.p == "linear" and not with_lse
     of_splits = []
     for index, split in enumerate(_splits(visible, plan.kernels.attn.tile, plan.splits)):
         walk = _walk(plan, quantized, split, elements)

@@ -372,8 +372,8 @@ def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
     """The scale of a channel of V, by what its sample is worth, and its reciprocal."""
     attn, quant = kernels.attn, kernels["quant"]
     smallest = quant.facts["smallest_abs_max"]
-    largest = torch.maximum(mean.abs(), magnitude.amax(-1, keepdim=True))
-    magnitude = torch.where(magnitude < smallest, largest, magnitude)
+    magnitude = magnitude.maximum(mean.abs() * quant.facts["v_least_spread"])
+    magnitude = torch.where(magnitude < smallest, magnitude.amax(-1, keepdim=True), magnitude)
     clamped = magnitude.clamp(*SCALED_MAGNITUDES)
     if attn.spec.pv == "f16":
         scale, inv_scale = _power_of_two_scale(clamped, quant)

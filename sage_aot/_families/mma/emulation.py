@@ -21,7 +21,7 @@ class Softmax(RowReferences):
     def __init__(self, record: AttnRecord, visible: VisibleKeys, zeros: torch.Tensor, is_linear: bool = False,
                  bound: torch.Tensor | None = None) -> None:
         super().__init__(record, zeros)
-        self.lse_sum, self._is_linear = zeros, is_linear
+        self.lse_sum, self._is_linear = zeros + math.inf if is_linear else zeros, is_linear
         self._qk, self._pv, self._warp_m = record.spec.qk, record.spec.pv, record.tile.warp_m
 
     def score_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,6 @@ class Softmax(RowReferences):
         if self._is_linear:
             rounded, alpha = self._line(scores, scale)
             self.add_rounded(rounded, alpha)
-            self.lse_sum = self.row_sum  # of no use: no call of a linear P asks for the log-sum-exp
             return rounded, alpha
         if self._pv == "nvfp4":
             row_ref, _, _ = self._references(scores, scale)

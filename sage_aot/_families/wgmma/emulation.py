@@ -30,7 +30,7 @@ class Softmax(RowReferences):
                  bound: torch.Tensor | None = None) -> None:
         super().__init__(record, zeros)
         tile = record.tile
-        self.lse_sum = zeros
+        self.lse_sum, self._is_linear = zeros + math.inf if is_linear else zeros, is_linear
         self._highest = self.row_ref
         self._pv, self._block_n = record.spec.pv, tile.block_n
         self._behind = 0 if self.facts["open_end"] else tile.block_n  # full keys that the second of two needs behind it
@@ -58,7 +58,8 @@ class Softmax(RowReferences):
         rounded = to_pv(p, self._pv)
         if self._linear.any():
             rounded = torch.where(self._linear[..., None], self._line(scores, scale, row_ref), rounded)
-        self.lse_sum = self.lse_sum * alpha + p.sum(-1)
+        if not self._is_linear:  # of the call, whatever this row has
+            self.lse_sum = self.lse_sum * alpha + p.sum(-1)
         self.add_rounded(rounded, alpha)
         return rounded, alpha
 

@@ -66,6 +66,8 @@ struct AttnParams {
   const u8* key_bits;      // likewise; null: no element of a mask decides
   i32 mask_of_batch;       // the index of a mask is batch · mask_of_batch + head · mask_of_head
   i32 mask_of_head;
+  i32 returns_lse;  // whether the call returns a log-sum-exp, for which sums of P are exact
+  i32 unused;       // fills a gap: fields_of() must cover the struct
 };
 
 constexpr auto fields_of(const AttnParams*) {
@@ -78,7 +80,8 @@ constexpr auto fields_of(const AttnParams*) {
                 SAGE_FIELD(q_rows), SAGE_FIELD(columns), SAGE_FIELD(headdim), SAGE_FIELD(q_tiles), SAGE_FIELD(kv_tiles),
                 SAGE_FIELD(dtype), SAGE_FIELD(num_heads), SAGE_FIELD(split_rows), SAGE_FIELD(splits),
                 SAGE_FIELD(window_left), SAGE_FIELD(window_right), SAGE_FIELD(sinks), SAGE_FIELD(tile_lists),
-                SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_of_batch), SAGE_FIELD(mask_of_head));
+                SAGE_FIELD(tile_counts), SAGE_FIELD(key_bits), SAGE_FIELD(mask_of_batch), SAGE_FIELD(mask_of_head),
+                SAGE_FIELD(returns_lse), SAGE_FIELD(unused));
 }
 
 // For the attention of a call whose keys are split. A split's rows: [batch][num_q_heads][q_rows], of sequences without

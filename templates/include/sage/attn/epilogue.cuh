@@ -192,8 +192,8 @@ __device__ __forceinline__ float sink_of(const AttnParams& params, const WorkTil
 
 // Finishes acc_o in place and stores it. o_factor: the unit in which acc_o counts. references.row_sum and lse_sum, the
 // sums of P for the log-sum-exp, are of whole rows. A row that saw no key is zero, its log-sum-exp -inf, or the sink
-// where its head has one. What finite values make is finite: outputs are clamped to the range of their dtype, and where
-// P overflowed before rounding, the log-sum-exp takes the sum of the rounded P.
+// where its head has one. What finite values make is finite: outputs are clamped to the range of their dtype. The
+// log-sum-exp takes the sum of the rounded P where lse_sum is infinite: P overflowed, or nobody added it up.
 template <class Config, class References, class Accumulator, class Constants, class Store>
 __device__ __forceinline__ void store_output(const AttnParams& params, const WorkTile& work, i32 warp, i32 lane,
                                              Accumulator& acc_o, float o_factor, const References& references,

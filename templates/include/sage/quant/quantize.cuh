@@ -34,8 +34,9 @@ struct Quantize {
         Fact{"v_squares", SelectPiece<Config>::Type::kSteps}, Fact{"limit", QuantizedRows<Config>::kLimit},
         Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
         Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias}, Fact{"smallest_abs_max", kSmallestAbsMax},
-        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean}, Fact{"most_balance", kMostBalance},
-        Fact{"least_keys", kLeastKeys}, Fact{"programmatic_launch", Config::kProgrammatic});
+        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean}, Fact{"v_least_spread", kLeastSpread},
+        Fact{"most_balance", kMostBalance}, Fact{"least_keys", kLeastKeys},
+        Fact{"programmatic_launch", Config::kProgrammatic});
   }
 
   const QuantParams& params;

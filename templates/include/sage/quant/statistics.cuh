@@ -13,6 +13,9 @@
 
 namespace sage {
 
+// The least magnitude of a smoothed channel of V, of its mean: a bf16 hardly tells closer values from the mean.
+constexpr float kLeastSpread = 0x1p-8f;
+
 // Config: kHeadDim, kQk, kPv, kThreads, kProgrammatic.
 template <class Config>
 struct Statistics {
@@ -109,7 +112,7 @@ struct Statistics {
     prepare_mean(sample, params.smooth_v);
     prepare_magnitude(sample);
     for (i32 c = ptx::thread_index(); c < Config::kHeadDim; c += Config::kThreads) {
-      const Scale scale = channel_scale(shared.magnitude[c], shared.mean[c]);
+      const Scale scale = channel_scale(c);
       params.v_scale[channels + c] = scale.scale;
       params.v_inv_scale[channels + c] = scale.inv_scale;
       params.v_mean[channels + c] = shared.mean[c];
@@ -139,18 +142,24 @@ struct Statistics {
     __syncthreads();
   }
 
-  // The scale of a channel of V. Where the channel's sample is all one value, its magnitude is that of the value, or
-  // the largest magnitude of the head's channels if that is more. Where that is zero, the scale is one.
-  __device__ __forceinline__ Scale channel_scale(float magnitude, float mean) const {
+  // The scale of a channel of V. Where its sample is zeros, the magnitude is the largest of the head's channels. Where
+  // that is zero, the scale is one.
+  __device__ __forceinline__ Scale channel_scale(i32 channel) const {
+    float magnitude = magnitude_of_v(channel);
     if (magnitude < kSmallestAbsMax) {
-      magnitude = fabsf(mean);
 #pragma unroll 1
-      for (i32 c = 0; c < Config::kHeadDim; ++c) magnitude = fmaxf(magnitude, shared.magnitude[c]);
+      for (i32 c = 0; c < Config::kHeadDim; ++c) magnitude = fmaxf(magnitude, magnitude_of_v(c));
       if (magnitude < kSmallestAbsMax) return {1.0f, 1.0f};
     }
     const float clamped = fminf(fmaxf(magnitude, kSmallestMagnitude), kLargestMagnitude);
     if constexpr (Config::kPv == Pv::kF16) return power_of_two_scale(clamped);
     else return scale_to(params.v_typical, clamped);
+  }
+
+  // A sample that hardly differs from its mean, such as one of padding, says little of the other keys: by its own
+  // magnitude they would be so large that the factor of their tile takes the bits of all other channels.
+  __device__ __forceinline__ float magnitude_of_v(i32 channel) const {
+    return fmaxf(shared.magnitude[channel], kLeastSpread * fabsf(shared.mean[channel]));
   }
 
   // Bounds of a channel's magnitude. Beyond them the reciprocal of a scale, or that times the reciprocal of a tile's

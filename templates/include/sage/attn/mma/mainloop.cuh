@@ -57,10 +57,11 @@ class AttentionMma {
 
     const i64 warp_index = q_tile * (Config::kBlockM / Config::kWarpM) + warp;
     WarpState state(shared, warp, lane, params.q_scale + warp_index * kRowGroups<Config> + lane / 4);
-    // A log-sum-exp is of exponentials.
-    if (Config::kP == P::kExp2 || params.lse != nullptr) state.template attend<P::kExp2>(params, work, stream);
+    // A log-sum-exp is of exponentials. The weight of a split is the sum of P, whatever that is.
+    if (Config::kP == P::kExp2 || params.returns_lse) state.template attend<P::kExp2>(params, work, stream);
     else state.template attend<Config::kP>(params, work, stream);
     state.softmax.finish();
+    if (Config::kP == P::kLinear && !params.returns_lse) state.softmax.drop_lse_sums();
     const WorkTile done = work_tile<Config>(params, ptx::block_index());
     const ConstantsInMemory<Config> constants(params, done);
     const bool spoilt = stream.met_spoilt();

@@ -215,6 +215,12 @@ struct OnlineSoftmax : RowReferences<Product, Config::kWarpM / 8> {
     }
   }
 
+  // For P whose exact sums nobody took: store_output() then takes those of the rounded P.
+  __device__ __forceinline__ void drop_lse_sums() {
+#pragma unroll
+    for (float& sum : lse_sum) sum = ptx::infinity();
+  }
+
  private:
   template <bool kFolded>
   __device__ __forceinline__ void exponentiate_one_by_one(const Scores& acc_s, const Scales& scale,

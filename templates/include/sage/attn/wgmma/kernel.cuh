@@ -106,6 +106,12 @@ struct AttentionWgmma {
     return ptx::load_shared_u32(votes) == 0x01010101;
   }
 
+  // A log-sum-exp is of exponentials. The weight of a split is the sum of P, which is exact where P has exponentials, so
+  // that outputs have the same bits with and without a log-sum-exp.
+  __device__ __forceinline__ bool takes_exact_sums() const {
+    return Config::kP == P::kExp2 ? params.lse != nullptr : params.returns_lse;
+  }
+
   __device__ __forceinline__ void consume(i32 consumer) const {
     const i32 warp = ptx::thread_index() / kWarpSize - kWarpgroup / kWarpSize, lane = ptx::thread_index() % kWarpSize;
     PipelineState<2> query;
@@ -126,7 +132,7 @@ struct AttentionWgmma {
       if (Traits::kPasses ? loop.find_first()
                           : (Shared::kListed ? loop.kv_end() : (kTogether ? work.kv : loop.own_kv).end) > 0) {
         if constexpr (Traits::kBoundsScores) loop.issue_qk();  // the bound's instructions run under the product
-        if (params.lse != nullptr) {
+        if (takes_exact_sums()) {
           loop.template attend<true, P::kExp2>();
         } else if constexpr (Traits::kBoundsScores) {
           if (scores_in_range(loop, query.index, consumer)) loop.template attend<false, P::kLinear>();
@@ -139,7 +145,10 @@ struct AttentionWgmma {
       stage = loop.stage;
       float lse_sum[Mainloop<Config>::kRows];  // of whole rows
 #pragma unroll
-      for (i32 r = 0; r < Mainloop<Config>::kRows; ++r) lse_sum[r] = ptx::sum_over_lanes<4>(loop.exact_sum[r]);
+      for (i32 r = 0; r < Mainloop<Config>::kRows; ++r) {
+        lse_sum[r] = ptx::sum_over_lanes<4>(loop.exact_sum[r]);
+        if (Config::kP == P::kLinear && !params.returns_lse) lse_sum[r] = ptx::infinity();
+      }
       // Read again: keeping warp and lane across the main loop would cost registers.
       const i32 thread = ptx::thread_index() - kWarpgroup, own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
       store_output<Config>(params, work, own_warp, own_lane, loop.acc_o, loop.output_factor(), loop.softmax, lse_sum,

@@ -10,8 +10,8 @@
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
 // O and R count in v_factor of the last KV tile. A tile with another v_factor, which few have, rescales both.
 // V has eight constant channels behind its own, of kSumUnit. Their output is the sum of the rounded P in that unit, by
-// which O is divided: accumulators cut off both alike. The
-// log-sum-exp, where the call asks for one, and the weight of a split take the sum of P before rounding.
+// which O is divided: accumulators cut off both alike. The log-sum-exp takes the sum of P before rounding. The weight of
+// a split takes that too, or of a linear P the sum as rounded.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
 #pragma once
 
@@ -62,7 +62,7 @@ struct Mainloop {
   Softmax softmax = {};
   OutputAccumulator<Config> acc_o = {};
   float o_factor = 1.0f;        // unit of O; equals v_factor at every promotion
-  float exact_sum[kRows] = {};  // of this thread's P before it is rounded; only where AttnParams has an lse
+  float exact_sum[kRows] = {};  // of this thread's P before it is rounded; zero where that is not taken
   u32 signs = 0;                // of the tiles' scales, in the sign bit: whether one held what is not finite
 
   // Left by one step to the next.
