@@ -86,7 +86,8 @@ class Case(_SizesAndOptions):
     dtype: str = _varied({"bf16": 2, "f16": 2, "f32": 1})
     kind: str = _varied({"normal": 6, "outlier": 5, "constant": 1, "biased_v": 2, "zeros": 1, "huge": 2, "wide_v": 2,
                          "tiny": 1, "sink": 2, "falling": 1, "low": 1, "heavy_k": 2, "heavy_v": 1, "sparse_v": 1,
-                         "vast_v": 1, "unequal": 1, "alike_v": 1, "spike": 0, "stepped_v": 0, "vast_scores": 0})  # 0: for tests/sim
+                         "vast_v": 1, "unequal": 1, "alike_v": 1,
+                         "spike": 0, "stepped_v": 0, "vast_scores": 0})  # 0: for tests/sim
     planted: str = _varied({"none": 24, "q:nan": 1, "k:nan": 1, "v:nan": 1, "q:inf": 1, "k:inf": 1, "v:inf": 1})
     mask_kind: str = _varied({"none": 8, "random": 2, "left": 1, "right": 1, "few": 1, "one": 1, "nothing": 1,
                               "all": 1})

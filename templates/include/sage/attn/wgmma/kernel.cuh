@@ -106,8 +106,8 @@ struct AttentionWgmma {
     return ptx::load_shared_u32(votes) == 0x01010101;
   }
 
-  // A log-sum-exp is of exponentials. The weight of a split is the sum of P, which is exact where P has exponentials, so
-  // that outputs have the same bits with and without a log-sum-exp.
+  // A log-sum-exp is of exponentials. The weight of a split is the sum of P, which is exact where P has exponentials,
+  // so that outputs have the same bits with and without a log-sum-exp.
   __device__ __forceinline__ bool takes_exact_sums() const {
     return Config::kP == P::kExp2 ? params.lse != nullptr : params.returns_lse;
   }

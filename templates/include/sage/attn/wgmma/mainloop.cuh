@@ -10,8 +10,8 @@
 // R is the accumulator of P·V. R takes two KV tiles where registers allow, so that every other step promotes.
 // O and R count in v_factor of the last KV tile. A tile with another v_factor, which few have, rescales both.
 // V has eight constant channels behind its own, of kSumUnit. Their output is the sum of the rounded P in that unit, by
-// which O is divided: accumulators cut off both alike. The log-sum-exp takes the sum of P before rounding. The weight of
-// a split takes that too, or of a linear P the sum as rounded.
+// which O is divided: accumulators cut off both alike. The log-sum-exp takes the sum of P before rounding. The weight
+// of a split takes that too, or of a linear P the sum as rounded.
 // Source: SageAttention2, Algorithm 1; "FlashAttention-3", section 3.2.
 #pragma once
 
