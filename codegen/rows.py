@@ -199,14 +199,13 @@ class RowReader:
 
     def _min_blocks(self, entries: dict[str, yaml.Node]) -> tuple[tuple[int, int], ...]:
         """The head dims, each with its number of blocks; one number is that of every head dim."""
-        headdims = self.axes.get("headdim", ())
+        headdims, expected = self.axes.get("headdim", ()), "a positive integer"
         if isinstance(entries.get("min_blocks"), yaml.MappingNode):
-            entries = self.reader.mapping(entries["min_blocks"], "'min_blocks'", tuple(map(str, headdims)))
-            keys = {headdim: str(headdim) for headdim in headdims}
+            own = self.reader.mapping(entries["min_blocks"], "'min_blocks'", tuple(map(str, headdims)))
+            found = [self._integer(own, str(headdim), expected) for headdim in headdims]
         else:
-            keys = dict.fromkeys(headdims, "min_blocks")
-        found = [(int(headdim), self._integer(entries, key, "a positive integer")) for headdim, key in keys.items()]
-        return tuple((headdim, blocks) for headdim, blocks in found if blocks)
+            found = [self._integer(entries, "min_blocks", expected)] * len(headdims)
+        return tuple((int(headdim), blocks) for headdim, blocks in zip(headdims, found) if blocks)
 
     def _row(self, node: yaml.Node, what: str, required: tuple[str, ...],
              optional: tuple[str, ...] = ()) -> tuple[dict[str, yaml.Node], Selector]:

@@ -624,9 +624,8 @@ def _sparse_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def _alike_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Keys with the values of one, as padding has, but for few, which a sample may miss."""
-    own = torch.arange(v.shape[2], device=v.device) % 37 == 5
-    v.copy_(torch.where(own[:, None], v, v[:, :, :1]))
+    """Keys with the values of one, as padding has, but for the first two, which a sample may miss."""
+    v[:, :, 2:] = v[:, :, 2:3]
 
 
 def _stepped_v(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

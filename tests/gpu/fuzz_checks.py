@@ -219,7 +219,8 @@ def arithmetic_of(case: Case) -> Arithmetic:
     return Arithmetic(qk, pv, rotate, case.clip, smooth_q, case.smooth_k, case.smooth_v, linear_p=linear_p,
                       half_sums=case.pv_accum == "two_level_f16",
                       independent=case.kind in INDEPENDENT and not shared,
-                      rare_values=case.kind in ("sparse_v", "heavy_v", "alike_v") or _hides_by_copies(case),
+                      rare_values=(case.kind in ("sparse_v", "heavy_v") or _hides_by_copies(case)
+                                   or case.kind == "alike_v" and not case.smooth_v),
                       balanced=qk == "int8" and case.smooth_k and not rotate and not case.trained,
                       of_merged=torch.finfo(TORCH_DTYPES[case.dtype]).eps / 2 if case.sparse == "tail" else 0.0)
 

@@ -388,7 +388,7 @@ def test_blocks_share_the_keys_of_a_query_tile(spec, splits):
 
     if spec.p == "linear":  # by exponentials with a log-sum-exp alone
         split, whole = (measure(without_lse(n), expected[0]).relative_l1 for n in (splits, 1))
-        assert split < 1.02 * whole
+        assert split < 1.02 * whole and not torch.equal(without_lse(splits), found.out)
     else:
         assert torch.equal(without_lse(splits), found.out)
 

@@ -2,7 +2,8 @@
 
 What a launch writes follows from its kernel, the engine, its params, the order of its threads and the bytes of its
 buffers. Most changes of the package's Python change no launch: what was written is kept in codegen.cache by a hash of
-all that. Launches with a planted bug that is switched on, and launches on which the simulator reports, are not kept.
+all that. Launches of a kernel in which a planted bug is switched on, and those on which the simulator reports, are not
+kept.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ SPLITS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("full", "vsmooth", "qraw"): {"splits": 34, "layout": "NHD", "out": "misaligned"},  # more than the lanes of a warp
     ("full", "vsmooth", "qsmooth"): {"splits": 2, "batch": 2, "dtype": "f32", "strides": "misaligned",
                                      "planted": "v:inf"},
-    ("causal", "vraw", "qraw"): {"splits": 3, "group": 2, "planted": "k:nan"},
+    ("causal", "vraw", "qraw"): {"splits": 3, "group": 2, "planted": "k:nan", "return_lse": True},
     ("causal", "vraw", "qsmooth"): {"splits": 3, "mask_kind": "right"},
     ("causal", "vsmooth", "qraw"): {"splits": 2, "planted": "q:nan", "kv_heads": 2, "strides": "misaligned"},
     ("causal", "vsmooth", "qsmooth"): {"splits": 3, "lengths": "mixed", "seed": 14, "batch": 4},
@@ -235,7 +235,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
     factors: KV tiles with factors of their own, a negative softmax scale; whole rows rotated at 8 bits too, or where
         causal K not smoothed.
     vast: a key whose values end a dtype's range.
-    alike, where V is smoothed: values of one key in all others but a few.
+    alike, where V is smoothed: f32 values of one key in all others but two, which the sample misses.
     masked: a key mask, MASKED; where V is smoothed and Q is not, also with K and V quantized before.
     sequences: of several lengths in one tensor, SEQUENCES; with the log-sum-exp where P is linear, too.
     floats: f32, also with K and V quantized before, FLOATS.
@@ -284,7 +284,7 @@ def _every_case(spec: AttnSpec) -> dict[str, Case]:
                                seqlen_kv=3 * tile.block_n + 42, kind="heavy_v" if spec.v == "vraw" else "sparse_v")
     found["vast"] = replace(few, dtype="bf16", seqlen_kv=3 * tile.block_n + 42, kind="vast_v")
     if spec.v == "vsmooth":
-        found["alike"] = replace(few, kind="alike_v", seqlen_kv=2 * tile.block_n + 42)
+        found["alike"] = replace(few, dtype="f32", kind="alike_v", seqlen_kv=256)
     if spec.qk == "int8":
         found["heavy"] = replace(plain, kind="heavy_k", group=2, kv_heads=4, stored=True,
                                  seqlen_kv=tile.block_n + 42, headdim=spec.headdim - 8)

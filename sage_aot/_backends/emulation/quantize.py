@@ -372,8 +372,11 @@ def _channel_scale(magnitude: torch.Tensor, mean: torch.Tensor,
     """The scale of a channel of V, by what its sample is worth, and its reciprocal."""
     attn, quant = kernels.attn, kernels["quant"]
     smallest = quant.facts["smallest_abs_max"]
-    magnitude = magnitude.maximum(mean.abs() * quant.facts["v_least_spread"])
-    magnitude = torch.where(magnitude < smallest, magnitude.amax(-1, keepdim=True), magnitude)
+    known = magnitude >= (quant.facts["rounding_of_mean"] * mean.abs()).clamp(min=smallest)
+    of_samples = torch.where(known, magnitude, 0.0).amax(-1, keepdim=True)
+    of_means = mean.abs().amax(-1, keepdim=True)
+    likely = mean.abs().maximum(torch.where(of_samples > 0.0, of_samples, of_means))
+    magnitude = torch.where(known, magnitude, likely)
     clamped = magnitude.clamp(*SCALED_MAGNITUDES)
     if attn.spec.pv == "f16":
         scale, inv_scale = _power_of_two_scale(clamped, quant)

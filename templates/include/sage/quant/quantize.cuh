@@ -34,7 +34,7 @@ struct Quantize {
         Fact{"v_squares", SelectPiece<Config>::Type::kSteps}, Fact{"limit", QuantizedRows<Config>::kLimit},
         Fact{"clips", kClips<Config>}, Fact{"clip_step", ClipSearch<Config>::kStep},
         Fact{"clip_error_bias", ClipSearch<Config>::kErrorBias}, Fact{"smallest_abs_max", kSmallestAbsMax},
-        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean}, Fact{"v_least_spread", kLeastSpread},
+        Fact{"samples", kSamples}, Fact{"largest_mean", kLargestMean}, Fact{"rounding_of_mean", kRoundingOfMean},
         Fact{"most_balance", kMostBalance}, Fact{"least_keys", kLeastKeys},
         Fact{"programmatic_launch", Config::kProgrammatic});
   }

@@ -13,8 +13,8 @@
 
 namespace sage {
 
-// The least magnitude of a smoothed channel of V, of its mean: a bf16 hardly tells closer values from the mean.
-constexpr float kLeastSpread = 0x1p-8f;
+// More than the rounding of a channel's mean, as a share of the mean: of 64 equal values, each of 64 sums rounds.
+constexpr float kRoundingOfMean = 0x1p-16f;
 
 // Config: kHeadDim, kQk, kPv, kThreads, kProgrammatic.
 template <class Config>
@@ -142,13 +142,11 @@ struct Statistics {
     __syncthreads();
   }
 
-  // The scale of a channel of V. Where its sample is zeros, the magnitude is the largest of the head's channels. Where
-  // that is zero, the scale is one.
+  // The scale of a channel of V; one where the head's values are zeros.
   __device__ __forceinline__ Scale channel_scale(i32 channel) const {
-    float magnitude = magnitude_of_v(channel);
-    if (magnitude < kSmallestAbsMax) {
-#pragma unroll 1
-      for (i32 c = 0; c < Config::kHeadDim; ++c) magnitude = fmaxf(magnitude, magnitude_of_v(c));
+    float magnitude = shared.magnitude[channel];
+    if (!is_known(channel)) {
+      magnitude = likely_magnitude(channel);
       if (magnitude < kSmallestAbsMax) return {1.0f, 1.0f};
     }
     const float clamped = fminf(fmaxf(magnitude, kSmallestMagnitude), kLargestMagnitude);
@@ -156,10 +154,22 @@ struct Statistics {
     else return scale_to(params.v_typical, clamped);
   }
 
-  // A sample that hardly differs from its mean, such as one of padding, says little of the other keys: by its own
-  // magnitude they would be so large that the factor of their tile takes the bits of all other channels.
-  __device__ __forceinline__ float magnitude_of_v(i32 channel) const {
-    return fmaxf(shared.magnitude[channel], kLeastSpread * fabsf(shared.mean[channel]));
+  // Whether the channel's sample differs from its mean by more than the rounding of the mean.
+  __device__ __forceinline__ bool is_known(i32 channel) const {
+    return shared.magnitude[channel] >= fmaxf(kRoundingOfMean * fabsf(shared.mean[channel]), kSmallestAbsMax);
+  }
+
+  // For a channel whose sample is all one value, as that of padding, which says nothing of the other keys: the largest
+  // magnitude of the head's channels, or mean where none is known, at least the channel's own mean. With a smaller one
+  // those keys may be so large that the factor of their tile takes the bits of all channels.
+  __device__ __forceinline__ float likely_magnitude(i32 channel) const {
+    float of_samples = 0.0f, of_means = 0.0f;
+#pragma unroll 1
+    for (i32 c = 0; c < Config::kHeadDim; ++c) {
+      if (is_known(c)) of_samples = fmaxf(of_samples, shared.magnitude[c]);
+      of_means = fmaxf(of_means, fabsf(shared.mean[c]));
+    }
+    return fmaxf(fabsf(shared.mean[channel]), of_samples > 0.0f ? of_samples : of_means);
   }
 
   // Bounds of a channel's magnitude. Beyond them the reciprocal of a scale, or that times the reciprocal of a tile's
