@@ -285,7 +285,7 @@ def test_fma_down_is_the_largest_float_that_is_no_larger():
 @pytest.mark.parametrize(("arch", "pv_accum"), [
     ("sm80", "auto"), ("sm89", "auto"), ("sm89", "two_level_f16"), ("sm90", "auto")])
 def test_a_key_keeps_its_values_where_all_others_have_those_of_one(arch, pv_accum, dtype, alike, monkeypatch):
-    """In the first `alike` channels, whose sample is one value; the channels behind share a factor with these."""
+    """Samples of the first `alike` channels are one value; the others share a factor with them."""
     monkeypatch.setenv("SAGE_AOT_EMULATE", arch)
     only_first = torch.arange(256).expand(256, 256) == 0
     for seed in range(4):
