@@ -44,6 +44,7 @@ _NVFP4_WIDE = "sm120_d128_qknvfp4_pvnvfp4_accf32_full_vraw_qsmooth"
 _NVFP4_CAUSAL = "sm120_d128_qknvfp4_pvnvfp4_accf32_causal_vsmooth_qsmooth"
 _INT8_256 = "sm80_d256_qkint8_pvf16_accf32_full_vraw_qraw"
 _HOPPER_256 = "sm90_d256_qkint8_pve4m3_acc2f32_full_vraw_qraw"
+_E4M3_F16 = "sm89_d128_qkint8_pve4m3_acc2f16_full_vsmooth_qraw"
 _SPARSE = "sm80_d64_qkint8_pvf16_accf32_sparse_vraw_qraw"
 _SPARSE_HOPPER = "sm90_d128_qkint8_pve4m3_acc2f32_plinear_sparse_vsmooth_qsmooth"
 _SPARSE_LINEAR = "sm90_d64_qkint8_pve4m3_acc2f32_plinear_sparse_vraw_qraw"
@@ -80,6 +81,7 @@ SHOWN_BY = {
     "problem/sparse_mask.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_256, _SPARSE_NARROW),
     "problem/kv_range.cuh": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN, _SPARSE, _SPARSE_HOPPER),
     "problem/": (_INT8, _SMOOTH, _HOPPER_WIDE, _K_INF, _V_NAN),
+    "quant/statistics.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _E4M3_F16),
     "quant/tile_lists.cuh": (_SPARSE, _SPARSE_HOPPER, _SPARSE_LINEAR, _SPARSE_SHORT),
     "quant/delta_s.cuh": (_SMOOTH, _E4M3_INT4, _HOPPER_SMOOTH),
     "quant/quantize_k.cuh": (_E4M3_INT4, _INT8, _SMOOTH, _K_INF, _INT8_256, _LINEAR, _LINEAR_NARROW),
@@ -124,6 +126,9 @@ HARMLESS: dict[tuple[str, Operation], str] = {
         "acc_r[i] = __float_as_uint(__uint_as_float(acc_r[i]) * factor); } change_factor(); }")):
             "R is multiplied by one where it could stay",
     ("Statistics::store_largest_of_q", OffByOne("i < kSamples")): "a row of Q more",
+    ("Statistics::is_known", OffByOne(
+        "shared.magnitude[channel] >= fmaxf(kRoundingOfMean * fabsf(shared.mean[channel]), kSmallestAbsMax)")):
+            "of one value alone, for which either magnitude is right",
     ("Mainloop::keep_in_front", Drop("ptx::mbarrier_wait(shared.full(here.index), here.phase);")):
         "a fence for the compiler",
     ("PingPong::arrive", Sign("barrier(1 - consumer) + never")): "`never` is zero",

@@ -130,8 +130,8 @@ def _quant(spec: QuantSpec, tile: Tile, family: str) -> dict[str, float]:
         "limit": {"int8": 127, "int4": 7, "nvfp4": 4 * 448}[spec.qk],
         "clips": 6 if int4 else 1, "clip_step": 0.8999999761581421,
         "clip_error_bias": 192 if tile.block_n * spec.headdim <= 8192 else 384,
-        "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**103, "most_balance": 4,
-        "least_keys": 16,
+        "smallest_abs_max": 1.0000000180025095e-35, "samples": 64, "largest_mean": 2**103,
+        "rounding_of_mean": 2**-16, "most_balance": 4, "least_keys": 16,
         "programmatic_launch": capability_of(spec.arch) >= (9, 0)}
 
 
